@@ -198,6 +198,34 @@ def test_two_optimizers_are_one_step(tmp_path: Path) -> None:
     assert Run.open(seen.folder).steps["step"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.zeros(2, 3, dtype=torch.long))]
+)
+def test_a_scripted_part_of_a_model_ends_no_watch(compiled: Any, tmp_path: Path) -> None:
+    inner = compiled(nn.Embedding(9, 4))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = inner, nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.head(self.inner(ids))
+            return out
+
+    model, ids = Net(), torch.arange(6).view(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run"):
+        for _ in range(3):
+            model(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = Run.open(tmp_path / "run")
+    assert run.steps["step"].tolist() == [1, 2, 3]
+    assert len(run.trace) == 2
+    assert not any("trace of this step" in str(line) for line in run.experiments)
+
+
 @pytest.mark.parametrize("how", ["by hand", "by hand, past the version", "torch's"])
 def test_an_optimizer_by_hand_ends_steps_too(how: str, tmp_path: Path) -> None:
     """At the next forward with a gradient, or at the end; and an optimizer of torch's ends a step once."""

@@ -345,7 +345,10 @@ def _argument(x: Tensor, frame: FrameType | None) -> Iterator[str]:
         if frame is None:
             return
         if kind_of(frame.f_code) == CALL and isinstance(given := frame.f_locals.get("kwargs"), dict):
-            places = inspect.signature(frame.f_locals["self"].forward).parameters
+            try:
+                places = [*inspect.signature(frame.f_locals["self"].forward).parameters]
+            except (TypeError, ValueError):  # of a scripted module
+                places = []
             named = {**dict(zip(places, frame.f_locals.get("args", ()), strict=False)), **given}
             if name := next((name for name, value in named.items() if value is x), ""):
                 runs = [(value, len([*same])) for value, same in itertools.groupby(row)]

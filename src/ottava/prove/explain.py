@@ -670,7 +670,7 @@ def _kept(kind: str, what: Mapping[str, Any], failure: Failure, rerun: Rerun) ->
     if not isinstance(first, Failure) or not isinstance(second, Failure) or not second.wrong:
         return ""
     if kind == "optimizer":
-        return " A parameter begins with what is kept of another, outside of the state that it is given."
+        return " The optimizer keeps moments outside of the given state, so a parameter starts with those of another."
     call, allowed = failure.call._replace(inputs=now, before=before, latest=before), expect(kind, now, what)
     one, none = second._replace(call=call, allowed=allowed), call._replace(before=None, first=None, latest=None)
     for fault in _known(kind):

@@ -270,7 +270,8 @@ def owns_a_matrix(module: nn.Module) -> bool:
 
 def calls_compiled(module: nn.Module) -> bool:
     """Whether a module's forward calls compiled functions, which Dynamo would run eagerly under a mode."""
-    functions = [type(module).forward, inspect.unwrap(type(module).forward)]
+    forward: Any = getattr(type(module), "forward", None)  # that of a scripted module cannot be read
+    functions = [forward, inspect.unwrap(forward)]
     values = [value for f in functions for value in getattr(f, "__globals__", {}).values()] + [*vars(module).values()]
     return any(
         callable(value) and hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "_torchdynamo_disable")
