@@ -15,7 +15,8 @@ from ottava.nn.layer import Linear
 from ottava.numerics import rounding
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2, get_format
 from ottava.prove.codes import on_grid
-from ottava.prove.judge import adamw, cast_spec, decoded, gemm_allowed, gemm_specs, stored
+from ottava.prove.expected import adamw
+from ottava.prove.judge import cast_spec, decoded, gemm_allowed, gemm_specs, stored
 
 F8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Planted = tuple[str, dict[str, Any], str, Callable[..., Any]]
@@ -264,7 +265,7 @@ def stepped(fault: str, parameter: Tensor, grad: Tensor, state: dict[str, Any], 
     zeros = torch.zeros_like(parameter, dtype=torch.float64)
     what = {"lr": 1e-2, "weight_decay": 0.1}
     moments = state.get("m", zeros), state.get("v", zeros)
-    after, state["m"], state["v"], _ = adamw(parameter.double(), grad.double(), *moments, step, what, fault=fault)
+    after, state["m"], state["v"], _ = adamw(parameter.double(), grad.double(), *moments, step, what, fault=(fault,))
     parameter.copy_(after)
 
 

@@ -224,7 +224,7 @@ def test_every_kind_has_hypotheses_and_no_other() -> None:
 def test_a_kernel_that_keeps_something_between_calls_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Moments that are kept by shape, not in the given state: the first call is right, and no other."""
     text = (
-        "import torch\nfrom ottava.prove import adapter\nfrom ottava.prove.judge import adamw\nKEPT = {}\n"
+        "import torch\nfrom ottava.prove import adapter\nfrom ottava.prove.expected import adamw\nKEPT = {}\n"
         "@adapter('optimizer')\ndef step(p, g, state, t):\n"
         "    m, v = KEPT.get(p.shape, [torch.zeros_like(p, dtype=torch.float64)] * 2)\n"
         "    after, m, v, _ = adamw(p.double(), g.double(), m, v, t, {})\n"

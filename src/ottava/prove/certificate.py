@@ -26,9 +26,10 @@ from torch import Tensor
 from ottava.base.text import progress
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.codes import Allowed, numbers_of
+from ottava.prove.expected import expect, result_format
 from ottava.prove.explain import Failure, explain
 from ottava.prove.hypotheses import Asked
-from ottava.prove.judge import cast_spec, expect, result_format
+from ottava.prove.judge import cast_spec
 from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
 

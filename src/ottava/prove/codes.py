@@ -231,11 +231,14 @@ def decode_allowed(
     zero: bool = False,
     integers: bool = False,
     grown: bool = False,
+    halved: bool = False,
+    plain_zero: bool = False,
 ) -> Allowed:
     """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade.
 
     normal: codes of subnormal numbers are read as normal ones; zero: that of zero, too. integers: codes are numbers in
-    two's complement. grown: the largest number is the next power of two.
+    two's complement. grown: the largest number is the next power of two. halved: subnormal numbers are.
+    plain_zero: -0 becomes 0.
     """
     fmt = fmt or get_format(what.get("format", "e4m3"))
     held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
@@ -252,6 +255,8 @@ def decode_allowed(
     y = (held - (held >> (fmt.bits - 1) << fmt.bits)).double() if integers else y
     if flush:
         y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
+    y = torch.where(y.abs() < fmt.min_normal, y / 2, y) if halved else y
+    y = y + 0.0 if plain_zero else y
     return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)
 
 
@@ -267,8 +272,10 @@ def bytewise(change: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor | N
 
 
 def in_order(x: Tensor, order: Callable[[int], list[int]]) -> Tensor | None:
-    """The columns in another order."""
-    return x[..., order(x.shape[-1])] if x.shape[-1] > 1 else None
+    """The columns in another order; number n of n is zero."""
+    if x.shape[-1] < 2:
+        return None
+    return torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., order(x.shape[-1])]
 
 
 def fp4_as(x: Tensor, fmt: Format, step: float) -> Tensor:
@@ -333,6 +340,8 @@ def law_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
     """One number that all numbers between two magnitudes become: (a name, a sentence); of cases of a code."""
     rows = []
     for one in cases:
+        if len(one.got) > 1:  # a cast, whose codes hang on their scale
+            return None
         ((name, got),) = one.got.items()
         right, wrong = one.allowed[name].right, one.wrong.get(name, torch.zeros_like(got))
         x = one.case.inputs.get("x", right)
@@ -349,3 +358,50 @@ def law_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
         return None
     end = f"{fmt.max:g}, the largest: it saturates too early" if finite else "infinity or NaN: it ends too early"
     return "ends too early", f"Numbers whose results are {least:g} or more become {end}"
+
+
+_SPREADS = tuple((a / 4, a / 4 + length) for a in range(-4, 5) for length in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 2))
+"""Where random numbers may begin and end, in steps of the format."""
+
+
+def noise_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
+    """Which random share of a step is added before the rest is cut off: (a name, a sentence); right is 0 to 1.
+
+    A number a share f behind its code goes k codes further if the noise lies from k - f to k + 1 - f.
+    """
+    moved, behind, negative = [], [], []
+    for one in cases:
+        for name, allowed in one.allowed.items():
+            if allowed.drawn is None:
+                continue
+            x, got = allowed.drawn, one.got[name]
+            size = x.abs()
+            low, high = on_grid(size, fmt, "truncate"), on_grid(size, fmt, "away")
+            known = (high > low) & (size < fmt.max) & got.isfinite() & ((got == 0) | (got.signbit() == x.signbit()))
+            codes = (written_codes(y.float()[known], fmt).int() for y in (got.abs(), low))
+            moved.append(next(codes) - next(codes))
+            behind.append(((size - low) / (high - low))[known])
+            negative.append(x[known] < 0)
+    if not moved or sum(len(part) for part in moved) < 200:
+        return None
+    steps, share, below = (torch.cat(parts) for parts in (moved, behind, negative))
+    spreads = []
+    for side in (below, ~below):
+        k, f = steps[side], share[side]
+
+        def odds(begin: float, end: float, k: Tensor = k, f: Tensor = f) -> Tensor:
+            reach = (k + 1 - f).clamp(max=end) - (k - f).clamp(min=begin)
+            return (reach / (end - begin)).clamp(min=1e-9).log()
+
+        best = max(_SPREADS, key=lambda spread: float(odds(*spread).sum())) if len(k) else (0.0, 1.0)
+        if len(k) and float((odds(*best) < -20).double().mean()) > 0.001:
+            return None  # no spread gives these
+        spreads.append(best)
+    if set(spreads) == {(0.0, 1.0)}:
+        return None
+    spans = [f"from {begin:g} to {end:g}" for begin, end in dict.fromkeys(spreads)]
+    text = f"{spans[0]} of a step" if len(spans) == 1 else f"{spans[0]} of a step below zero, {spans[1]} above it"
+    return (
+        "random share of another size",
+        f"What random rounding adds before it cuts off reaches {text}, not from 0 to 1",
+    )

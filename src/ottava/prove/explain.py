@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import progress
-from ottava.numerics.formats import get_format
-from ottava.prove.codes import Allowed, law_of
+from ottava.prove.codes import Allowed, law_of, noise_of
+from ottava.prove.expected import expect
 from ottava.prove.factors import alone, factored
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
-from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -368,6 +367,8 @@ class _Told(NamedTuple):
     """Right numbers that it makes wrong."""
     wide: float
     """Share of the given ones that a bound gives, not a number."""
+    untold: int
+    """Wrong numbers of which it says nothing: its bound has no end there, or allows the right ones, too."""
 
 
 class _Fit(NamedTuple):
@@ -425,7 +426,7 @@ def explain(
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
         if whole and not any(_contrary(hypothesis, passed)) and holds(hypothesis):
-            return _named(fit, len(failures), "")  # no later entry is better
+            return _with_twins(fit, kind, held, passed)  # no later entry is better
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
     full = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
@@ -436,11 +437,14 @@ def explain(
     exact = None if whole else _exact(factored(kind), held, [*passed, *larger])
     if exact is not None or fine:
         return _named(exact or fine[0], len(failures), "")
-    if kind in ("encode", "decode") and (law := law_of(get_format(what.get("format", "e4m3")), [*held, *passed])):
-        return {"hypothesis": law[0], "sentence": law[1]}
+    for law in (law_of, noise_of) if kind in ("encode", "decode", "cast") else ():
+        if said := law(Asked(kind, {}, what, None).format, [*held, *larger, *passed]):
+            return {"hypothesis": said[0], "sentence": said[1]}
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
-        both = zip([*held, *passed], [*fit.told, *right], strict=True)
+        both = zip(
+            [*held, *larger, *passed], [*fit.told, *(_told(fit.fault, one) for one in larger), *right], strict=True
+        )
         parts = [
             Part(one.case, one.got, name, t.given, t.against, (one.allowed or {}).get(name))
             for one, of in both
@@ -453,12 +457,24 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
-    return _loose(fits, held, passed, kind) or _place(kind, held, passed)
+    return _loose(fits, held, passed, kind) or _place(kind, [*held, *larger], passed)
 
 
 def _known(kind: str) -> Iterator[Fault]:
     """The hypotheses of a kind."""
     yield from (one for faults in (all_hypotheses(), alone()) for one in faults if kind in one.kinds)
+
+
+def _with_twins(fit: _Fit, kind: str, held: Sequence[Failure], passed: Sequence[Failure]) -> dict[str, str]:
+    """A hypothesis, and those of its name that give the same numbers: of which operand it is true is not told then."""
+    said = _named(fit, len(held), "")
+    for one in (one for one in _known(kind) if one.name == fit.fault.name and one.sentence != fit.fault.sentence):
+        other = _fit(one, held)
+        if other is None or (other.solved, round(other.share, 2)) < (fit.solved, round(fit.share, 2)):
+            continue
+        if other.against < 0.005 and not any(_contrary(one, passed)):
+            return said | {"sentence": f"{said['sentence']} So does this: {one.sentence}."}
+    return said
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -481,15 +497,17 @@ def _loose(
             both = zip(held, fit.told, strict=True)
             rest = [one for one, of in both if not of or any(bool(told.refused.any()) for told in of.values())]
             others = f" The others: {_place(kind, rest, passed)['sentence']}." if rest else ""
-            said = _named(fit, len(held), "")
+            said = _with_twins(fit, kind, held, passed)
             return said | {"sentence": f"{said['sentence']}{others}"}
     return None
 
 
 def _share(wrong: Mapping[str, Tensor], told: Mapping[str, _Told]) -> float:
-    """Of the wrong numbers of a case, those that a hypothesis gives."""
+    """Of the wrong numbers of a case that a hypothesis tells of, those that it gives; of all, if it tells of none."""
     given = sum(int(told[name].given.sum()) for name in wrong if name in told)
-    return given / sum(int(mask.sum()) for mask in wrong.values())
+    count = sum(int(mask.sum()) for mask in wrong.values())
+    spoken = count - sum(one.untold for one in told.values())
+    return given / (spoken if 50 * spoken >= count else count)  # of 2 % or less it tells too little
 
 
 def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
@@ -519,16 +537,22 @@ def _told(hypothesis: Fault, failure: Failure) -> dict[str, _Told]:
         got, right = failure.got[name], failure.allowed[name]
         wrong = failure.wrong.get(name, torch.zeros_like(got, dtype=torch.bool))
         refuses = one.wrong(got)
-        given = wrong & ~refuses & ~(one.high - one.low).isinf()
-        if one.free is not None:
-            given &= ~one.free
+        allows = wrong & ~refuses
+        given = allows & ~(one.high - one.low).isinf()
         if not hypothesis.loose:
             parted = one.wrong(right.right) | (one.wrong(right.high) if right.drawn is not None else False)
             # a bound of sums is wide: it parts from the right numbers as a whole, not at each of them
             given &= parted if 4 * int((parted & wrong).sum()) < int(wrong.sum()) else True
+        untold = int((allows & ~given).sum())
+        if one.free is not None:
+            given &= ~one.free
         count = int(given.sum())
         told[name] = _Told(
-            given, wrong & refuses, ~wrong & refuses, float(((one.high > one.low) & given).sum()) / max(count, 1)
+            given,
+            wrong & refuses,
+            ~wrong & refuses,
+            float(((one.high > one.low) & given).sum()) / max(count, 1),
+            untold,
         )
     return told
 

@@ -11,9 +11,9 @@ of the block, or one with a stride. `explain` tries these where the plain list o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.prove.codes import SCALE_SLACK, by_memory, on_grid
-from ottava.prove.hypotheses import Asked, Fault, always, changed, scale_faults
+from ottava.prove.hypotheses import OPTIMIZERS, Asked, Fault, always, changed, scale_faults
 from ottava.prove.judge import block_amax, scale_inv_of, spread
 
 # fmt: off
@@ -75,6 +75,8 @@ def _rules() -> Iterator[Factor]:
     yield Factor("scale no power of two", "The scale is max / amax, not a power of two", {"exponent": "none"})
     yield from (Factor(f"scale rounded {text}", f"The multiplier is a power of two rounded {text}; the recipe asks for another rule", {"exponent": text}) for text in ("up", "down", "nearest", "ceil"))
     yield Factor("scale without the format's exponent", "The exponent of the scale is floor(log2(amax)), without the format's largest exponent", {"exponent": "bare"})
+    for at, (word, sign) in product(range(1, 16), (("at least", 1), ("more than", -1))):
+        yield Factor("another threshold of the exponent", f"The exponent of the scale is floor(log2(amax)) - emax, and one more where amax is {word} {1 + at / 16:g} times a power of two", {"exponent": sign * (1 + at / 16)})
     for how, text in (("truncate", "toward zero"), ("away", "up")):
         yield Factor(f"block scale rounded {how}", f"The block's E4M3 scale is rounded {text}, not to nearest", {"exponent": how, "needs": "e4m3"})
     yield from (Factor(f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", {"exponent": to, "needs": "e4m3"}) for text, to in _HALVES)
@@ -128,7 +130,8 @@ def _fault(*factors: Factor) -> Fault:
     return Fault(factors[0].name, ". ".join(one.sentence for one in factors), ("cast",), partial(_together, does=does) if len(does) == count else lambda call: None)
 
 def alone() -> Iterator[Fault]:
-    """Casts with one factor that is wrong."""
+    """Casts with one factor that is wrong, and backwards that are unlike their forwards."""
+    yield from _backward()
     for names in (("data",), ("data", "scale_inv")):
         yield Fault("strides of x for the result", f"{' and '.join(names)} is written with the strides of x", ("cast",), lambda c, names=names: {"turned": names} if c.inputs["x"].stride(0) == 1 and c.inputs["x"].stride(1) > 1 else {})
     yield Fault("zeros divided by zero", "Zeros become NaN in a block of zeros: its scale divides by an amax of zero", ("cast",), lambda c: {"unwritten": spread(c.amax(), c.spec, c.inputs["x"].shape) == 0})
@@ -149,7 +152,7 @@ def _index(what: str) -> Iterator[tuple[str, Callable[[Tensor, int], Tensor]]]:
     yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1), (f"the {what} behind it", lambda i, n: i + 1), (f"the {what} at the same place of the first half", lambda i, n: i % -(-n // 2)))
     yield from ((f"its neighbour in a pair of {what}s", lambda i, n: i ^ 1), (f"the {what} counted from the end", lambda i, n: n - 1 - i), (f"the {what} in tiles of 4 x 32", lambda i, n: i // 128 * 128 + i % 4 * 32 + i // 4 % 32))
     for size in _SIZES[:-1]:
-        yield from ((f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size), (f"its number within {size} {what}s", lambda i, n, size=size: i % size), (f"its number over {size}, of {what}s", lambda i, n, size=size: i // size))
+        yield from ((f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size), (f"the {what} whose number is its own modulo {size}", lambda i, n, size=size: i % size), (f"the {what} whose number is its own over {size}", lambda i, n, size=size: i // size))
 
 def _reads() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
     """Which scale a row and a block of K get: a sentence, and the scales as they are read."""
@@ -161,6 +164,23 @@ def _reads() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
     for (of_row, row), (of_block, block) in product(_index("row"), _index("block of K")):
         if said := " and ".join(text for text in (of_row, of_block) if text):
             yield f"The scale that is read is that of {said}", partial(_at, lambda i, j, m, k, row=row, block=block: row(i, m).clamp(0, m - 1) * k + block(j, k).clamp(0, k - 1))
+
+def _columns() -> Iterator[tuple[str, Callable[[Tensor, int, int], Tensor]]]:
+    """Which block's scale a column of K gets: a sentence, and a function of (column, size of a block, K)."""
+    for by in (1, -1, 8, -8, 16, -16, 32, -32, 64, -64):
+        yield f"Blocks of K begin {abs(by)} column{'s' * (abs(by) > 1)} {'early' if by > 0 else 'late'}", lambda k, block, size, by=by: torch.div(k + by, block, rounding_mode="floor")
+    yield from ((f"Scales are read as if blocks of K had {n} columns", lambda k, block, size, n=n: k // n) for n in (*_SIZES[3:], 512))
+    yield "Scales are read as if blocks of K were equal parts", lambda k, block, size: k // -(-size // -(-size // block))
+    yield "Blocks of K take turns from column to column", lambda k, block, size: k % -(-size // block)
+    for n, whole in product((2, 3, 4, 8), (True, False)):
+        def cut(k: Tensor, size: int, n: int = n, whole: bool = whole) -> tuple[Tensor, Tensor, int]:
+            width = max(-(-size // n) if whole else size // n, 1)
+            part = (k // width).clamp(max=n - 1)
+            return part, k - part * width, width
+        text = f"K is split in {n}, and each part counts its blocks from its own start"
+        yield f"{text}, which has the scale of the block that it lies in", lambda k, block, size, cut=cut: (c := cut(k, size))[0] * c[2] // block + c[1] // block
+        yield f"{text} and from the first scale on", lambda k, block, size, cut=cut: cut(k, size)[1] // block
+        yield f"{text}; scales are counted on, part by part", lambda k, block, size, cut=cut: (c := cut(k, size))[0] * -(-c[2] // block) + c[1] // block
 
 def _at(place: Callable[..., Tensor], s: Tensor) -> Tensor | None:
     """Scales of other places of their memory; beyond its end the last."""
@@ -181,17 +201,61 @@ def _grown(n: int, restart: int, rows: int, s: Tensor) -> Tensor | None:
 def _scales() -> Iterator[Fault]:
     """Scales of GEMMs that are multiplied into each other, or read at other places; sums of few bits."""
     kinds, names = ("gemm", "grouped"), {"scale_inv_a": ("scale_inv_a",), "scale_inv_b": ("scale_inv_b",), "both scales": ("scale_inv_a", "scale_inv_b")}
+    for (sentence, change), (text, of) in product(_reads(), names.items()):
+        yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
+    for (sentence, columns), (text, of) in product(_columns(), names.items()):
+        yield Fault("scale of another column", f"{sentence}: {text}", kinds, always(columns=tuple(columns if f"scale_inv_{side}" in of else None for side in "ab")))
     for n, (anew, restart), first, sides in product((1, 16, 32, 64, 128, 256), (("", 1 << 30), (", anew after two tiles", 2), (", anew after four tiles", 4)), (False, True), ("ab", "ba")):
         said = f"Scales of {sides[1]} are multiplied in place by those of {sides[0]}: a tile of {n} rows also has the scales of {'the first row' if first else 'the same place'} in the tiles before it{anew}"
         yield Fault("scales multiplied in place", said, kinds, changed(**{f"scale_inv_{sides[0]}": partial(_grown, n, restart, 1 if first else n)}))
-    for (one, said, change), (two, other, more) in product(scale_faults(), repeat=2):
-        yield Fault(f"{one} (a), {two} (b)", f"{said}: scale_inv_a. {other}: scale_inv_b", kinds, changed(scale_inv_a=change, scale_inv_b=more))
-    for (sentence, change), (text, of) in product(_reads(), names.items()):
-        yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
     for bits, (how, sign), n, late in product((8, 10, 11, 12, 13, 14, 16, 18), (("cut off", -1), ("rounded", 1)), (16, 32, 64, 128, 256), (False, True)):
         yield Fault(f"accumulates in {bits} bits", f"Sums are {how} to {bits} bits after each {n} products{', and scaled at the end' * late}", kinds, always(steps=(sign * bits, n), late=late))
+    for (one, said, change), (two, other, more) in product(scale_faults(), repeat=2):
+        yield Fault(f"{one} (a), {two} (b)", f"{said}: scale_inv_a. {other}: scale_inv_b", kinds, changed(scale_inv_a=change, scale_inv_b=more))
+
+def _backward() -> Iterator[Fault]:
+    """What the backward of attention does and its forward does not: another mask, other scores, heads of others."""
+    masks: dict[str, dict[str, Any]] = {
+        "sees all keys": {"causal": False}, "hides later keys": {"causal": True, "offset": 0},
+        **{f"sees {n} key{'s' * (n > 1)} too many": {"offset": n} for n in (1, 2)}, **{f"sees {n} key{'s' * (n > 1)} too few": {"offset": -n} for n in (1, 2)},
+        **{f"hides whole tiles of {n} later keys only": {"causal": True, "tile": n} for n in _SIZES[2:7]},
+        **{f"sees the last {n} keys only": {"causal": True, "offset": 0, "window": n} for n in _SIZES[:7]},
+        **{f"takes scores {by:g} times as large": {"by": by} for by in (2.0, 0.5, math.log(2), 1 / math.log(2))},
+    }
+    for (said, back), (more, anew) in product(masks.items(), (("", {}), (", and makes its softmax of them", {"anew": True}))):
+        yield Fault("backward unlike the forward", f"The backward {said}{more}; the forward is right", ("attention",), lambda c, back=back, anew=anew: None if "offset" in back and "causal" not in back and not c.what.get("causal") else {"back": back | anew})
+    yield Fault("backward unlike the forward", "The backward does not multiply scores by the softmax scale; the forward does", ("attention",), lambda c: {"back": {"by": c.inputs["q"].shape[-1] ** 0.5}})
+
+def _along(dim: int, index: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor | None:
+    n = x.shape[dim]
+    return x.index_select(dim, index(torch.arange(n), n).clamp(0, n - 1)) if n > 1 else None
+
+def _heads() -> Iterator[Fault]:
+    """Which head or batch a head or a batch reads."""
+    for (dim, word), sides in product(((1, "head"), (0, "batch")), (("k", "v"), ("k",), ("v",), ("q",), ("grad",), ("q", "k", "v"))):
+        for said, index in _index(word):
+            if said:
+                yield Fault(f"{word} of another place", f"The {word} of {' and '.join(sides)} that is read is {said}", ("attention",), changed(**dict.fromkeys(sides, partial(_along, dim, index))))
+
+def _two(one: Fault, two: Fault) -> Fault:
+    """Both at once, where they turn different knobs."""
+    def knobs(call: Asked) -> dict[str, Any] | None:
+        first = one.knobs(call)
+        then = None if first is None else two.knobs(call._replace(inputs=first.get("inputs", call.inputs), what=first.get("what", call.what)))
+        if first is None or then is None:
+            return None
+        if both := (first.keys() & then.keys()) - {"inputs", "what", "fault"}:
+            return None if any(first[key] != then[key] for key in both) else first | then
+        return first | then | ({"fault": (*first["fault"], *then["fault"])} if "fault" in first and "fault" in then else {})
+    return Fault(f"{one.name}, {two.name}", f"{one.sentence}. {two.sentence}", one.kinds, knobs)
+
+def _steps() -> Iterator[Fault]:
+    """Two faults of an optimizer at once."""
+    plain = [Fault(name, said, ("optimizer",), always(fault=(name,))) for name, said in OPTIMIZERS]
+    yield from (_two(one, two) for one, two in combinations(plain, 2))
 
 def factored(kind: str) -> Iterator[Fault]:
     """What factors give for a kind of kernel where one alone gives nothing."""
-    made = _casts() if kind == "cast" else _scales() if kind in ("gemm", "grouped") else iter(())
+    of_kind: Mapping[str, Callable[[], Iterable[Fault]]] = {"cast": _casts, "gemm": _scales, "grouped": _scales, "attention": _heads, "optimizer": _steps}
+    made = of_kind.get(kind, tuple)()
     yield from (one for one in made if kind in one.kinds)

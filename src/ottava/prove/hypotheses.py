@@ -226,16 +226,6 @@ def _carried(call: Asked) -> dict[str, Any]:
     return {"values": numbers_of((torch.where(over, codes + 1, codes) & ((1 << fmt.bits) - 1)).to(torch.uint8), fmt)}
 
 
-def _shared(call: Asked) -> dict[str, Any] | None:
-    """Stochastic rounding whose share of a step is added before rounding to nearest."""
-    x, fmt = call.inputs["x"].double(), call.format
-    if "stochastic" not in (call.what.get("rounding"), call.kind == "cast" and call.spec.rounding):
-        return None
-    near = on_grid(x, fmt)
-    ends = torch.stack([near, torch.copysign(on_grid((near.abs() * (1 + 2.0**-20)).clamp(min=1e-30), fmt, "away"), x)])
-    return {"values": (ends.amin(0), ends.amax(0))}
-
-
 def _over_ends(call: Asked) -> dict[str, Any] | None:
     """Blocks of x as one list, which run on from row to row."""
     x, (height, width) = call.inputs["x"].double(), call.spec.granularity.block_shape(call.inputs["x"].shape)
@@ -359,6 +349,7 @@ def along_k() -> tuple[tuple[str, str, Callable[[int], list[int]]], ...]:
     """Orders along K: name, sentence, and which number of K stands at each place."""
     return (
         ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda n: [min(k ^ 1, n - 1) for k in range(n)]),
+        ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte, the last of an odd number with zero", lambda n: [k ^ 1 for k in range(n)]),
         ("one nibble for two", "Each two neighbours along K are the first of them", lambda n: [k & ~1 for k in range(n)]),
         ("one nibble for two", "Each two neighbours along K are the second of them", lambda n: [min(k | 1, n - 1) for k in range(n)]),
         ("halves of K interleaved", "Numbers of both halves of K take turns", lambda n: [k // 2 + k % 2 * (n // 2) for k in range(n)]),
@@ -411,7 +402,6 @@ def of_codes() -> Iterator[Fault]:
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
     yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, lambda c: {"rounding": "stochastic"} if c.kind == "cast" else {"what": {**c.what, "rounding": "stochastic"}}, True)
-    yield Fault("rounded twice at random", "A random share of a step is added, and the sum is rounded to nearest, not down", ("encode",), _shared, True)
     yield from rows(
         ("encode",),
         ("carry into the sign", "A number beyond the largest gets the code behind it, whose bits mean something else", _carried),
@@ -434,6 +424,9 @@ def of_codes() -> Iterator[Fault]:
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
         ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
         ("exponent 0 read as normal", "Exponent 0 is read as that of a normal number: zero gets a leading 1, too", always(normal=True, zero=True)),
+        *((f"values times {by:g}", f"Values are {by:g} times what they should be, as with an exponent bias off by one", always(times=by)) for by in (2.0, 0.5)),
+        ("subnormals halved", "Codes of subnormal numbers get the exponent -bias, not 1 - bias: they are half as large", always(halved=True)),
+        ("zero loses its sign", "-0 is read as 0", always(plain_zero=True)),
         ("read as integers", "Codes are read as integers in two's complement", always(integers=True)),
         ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
@@ -666,8 +659,6 @@ def _of_attention() -> Iterator[Fault]:
         *((f"causal mask of tiles of {n}", f"The causal mask hides whole tiles of {n} keys only: in its own tile a query sees later keys", always(tile=n)) for n in (8, 16, 32, 64, 128)),
         *((f"sums not rescaled, {n}", f"The sum of values is not rescaled where a later tile of {n} keys has a larger score", always(rescaled=n)) for n in (8, 16, 32, 64, 128)),
         *((f"sums not rescaled by little, {n}", f"The sum of values is rescaled behind a tile of {n} keys only where a score is larger by {by} octaves or more", always(rescaled=n, lazy=by)) for n in (8, 16, 32, 64, 128) for by in (8, 4)),
-        *((f"backward under a causal mask of {n}", f"The backward leaves out queries before the tile of {n} of each key, the forward does not", lambda c, n=n: None if c.what.get("causal") else {"back": "masked", "tile": n}) for n in (1, 8, 16, 32, 64, 128)),
-        *(("backward without the causal mask", f"The backward sees all keys{text}, the forward does not", always(back=back)) for text, back in (("", "seen"), (" and makes its softmax of them", "again"))),
         *((f"last tile in the backward, {n}", f"The backward keeps only the last tile of {n} keys for dq, and of {n} queries for dk and dv", always(last=n)) for n in (8, 16, 32, 64, 128)),
         *((f"{text} as (B, S, H, D)", f"{text[0].upper()}{text[1:]} is read as (B, S, H, D), not (B, H, S, D)", changed(**dict.fromkeys(sides, lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)))) for text, sides in (("q", ("q",)), ("k", ("k",)), ("v", ("v",)), ("grad", ("grad",)), ("everything", ("q", "k", "v", "grad")))),
         ("dv of unnormalized probabilities", "dv is made of probabilities that are not divided by their sum", always(fault="dv not normalized")),
@@ -689,7 +680,6 @@ def _of_attention() -> Iterator[Fault]:
         *((f"softmax scale of a padded D, {n}", f"Scores are divided by the root of D padded to a multiple of {n}", scaled(lambda d, dv, n=n: (-(-d // n) * n) ** -0.5)) for n in (8, 16, 32, 64, 128)),
         *((f"scale of {said} left out", f"o is not multiplied by the inverse scale of {said}", lambda c, of=of: {"only": {"o": 448.0 / max(float(c.inputs[i].float().abs().max()) for i in of)}} if all(c.inputs[i].numel() and bool(c.inputs[i].any()) for i in of) else None) for said, of in (("v", "v"), ("q, k and v", "qkv"))),
         *((f"{side} of the first head", f"All heads read {side} of the first", changed(**{side: lambda x: x[:, :1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
-        *((f"{n} heads share k and v", f"Each {n} heads read k and v of the same, head h // {n}", changed(**dict.fromkeys("kv", lambda x, n=n: x[:, torch.arange(x.shape[1]) // n]))) for n in (2, 4)),
         *((f"{side} of the first batch", f"All batches read {side} of the first", changed(**{side: lambda x: x[:1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
         *(("tail of keys dropped", f"Keys beyond the last whole {n} are not seen", lambda c, n=n: {"keys": c.inputs["k"].shape[2] // n * n}) for n in (8, 16, 32, 64, 128)),
     )
@@ -702,8 +692,8 @@ def _of_optimizers() -> Iterator[Fault]:
     settings = {"eps": (1e-6, 1e-5, 1e-10, 0.0, 1e-3), "lr": (0.0,), "weight_decay": (0.1, 0.01), "betas": ((0.9, 0.99), (0.9, 0.95), (0.9, 0.999), (0.95, 0.999), (0.0, 0.999))}
     yield from rows(
         ("optimizer",),
-        ("decay without effect", "Weight decay is missing, or BF16 rounds it away before the step is subtracted", lambda c: {"fault": "no decay"} if c.inputs["parameter"].dtype == torch.bfloat16 and c.what.get("lr", 1e-3) * c.what.get("weight_decay", 0.01) < 2.0**-9 else None),
-        *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
+        ("decay without effect", "Weight decay is missing, or BF16 rounds it away before the step is subtracted", lambda c: {"fault": ("no decay",)} if c.inputs["parameter"].dtype == torch.bfloat16 and c.what.get("lr", 1e-3) * c.what.get("weight_decay", 0.01) < 2.0**-9 else None),
+        *((fault, sentence, always(fault=(fault,))) for fault, sentence in OPTIMIZERS),
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
         *((f"{name} in BF16", f"{name} is {text} to BF16", _told(**{name: lambda what, name=name, bits=bits: _short(what.get(name, _DEFAULTS[name]), bits)})) for text, bits in _TO_BF16 for name in _DEFAULTS),
         *((f"beta{i + 1} in BF16", f"beta{i + 1} is {text} to BF16", _told(betas=lambda what, i=i, bits=bits: tuple(_short(beta, bits) if i == j else beta for j, beta in enumerate(what.get("betas", (0.9, 0.999)))))) for text, bits in _TO_BF16 for i in (0, 1)),
@@ -720,7 +710,7 @@ def _of_optimizers() -> Iterator[Fault]:
 _TO_BF16 = (("rounded", 8), ("cut off", -8))
 """How, and its significant bits as `significant` takes them."""
 _DEFAULTS = MappingProxyType({"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})
-_OPTIMIZERS = (
+OPTIMIZERS = (
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),
     ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
     ("second moment uncorrected", "The second moment is not divided by 1 - beta2 ** step"),
@@ -752,6 +742,10 @@ _OPTIMIZERS = (
     ("no root", "The step divides by the second moment, not by its root"),
     ("sign", "The step has the wrong sign"),
     ("nesterov", "The step looks ahead, as Nesterov's does"),
+    ("gradients add up", "Gradients of earlier steps are never cleared: each adds to them"),
+    ("moments of the step before", "The step uses the moments before this gradient goes into them"),
+    ("first correction of beta2", "The first moment is divided by 1 - beta2 ** step"),
+    ("second correction of beta1", "The second moment is divided by 1 - beta1 ** step"),
     ("gradient of the step before", "It uses the gradient of the step before"),
     ("moments forgotten", "Moments start from zero in each step"),
     ("zero gradients skipped", "Where the gradient is zero, nothing is done: no decay of weight and moments"),

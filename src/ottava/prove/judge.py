@@ -13,7 +13,7 @@ the other reference: its bits, where they are met, make a result "exact".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.base.errors import need_known
 from ottava.numerics.accumulator import get_accumulator
-from ottava.numerics.formats import E4M3, E8M0, FORMATS, Format, get_format
+from ottava.numerics.formats import E4M3, E8M0, FORMATS
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import Granularity, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -32,14 +31,12 @@ from ottava.prove.codes import (
     U32,
     Allowed,
     Values,
-    decode_allowed,
     dtype_of,
-    encode_allowed,
     numbers_of,
     on_grid,
     significant,
 )  # fmt: skip
-from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, get_recipe
+from ottava.recipe import get_recipe
 
 _TWO_LEVELS = (None, "truncate", "away", torch.bfloat16, torch.float16)
 _TINY = 1e-10
@@ -85,13 +82,14 @@ def scale_inv_of(
     amax: Tensor,
     spec: QuantizationSpec,
     top: float | None = None,
-    exponent: str | torch.dtype | None = None,
+    exponent: str | float | torch.dtype | None = None,
     nudge: float = 1.0,
     outer: Tensor | None = None,
 ) -> Tensor:
     """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale.
 
     exponent: another rule; of a two-level scale the rounding of the block's, or a type that the tensor's is rounded to.
+        A number: OCP's floor, and one more from that significand of amax on; negative: above it.
     nudge: what the ratio is multiplied by before a two-level scale is rounded. outer: another scale of the tensor.
     """
     top, kind = top or spec.format.max, spec.scale_format
@@ -121,6 +119,11 @@ def scale_inv_of(
         whole["bare"] = torch.frexp(safe)[1] - 1
         if kind == "e8m0_floor":
             whole["up"], whole["ceil"] = whole["floor"], whole["up"]
+        if isinstance(exponent, float):
+            significand = 2 * torch.frexp(safe)[0]
+            whole[str(exponent)] = whole["floor"] + (
+                (significand >= exponent) if exponent > 0 else (significand > -exponent)
+            )
         y = torch.ldexp(torch.ones_like(ratio), whole[str(exponent or "up")])
         y = y.clamp(2.0**-127, 2.0**127) if kind.startswith("e8m0") else y
     # a scale beyond fp32 is the largest of its kind
@@ -283,11 +286,18 @@ def between(center: Tensor, error: Tensor, dtype: torch.dtype) -> Allowed:
     return Allowed(low, high, (dtype,), exact=center.to(torch.float32).to(dtype).double())
 
 
-def decoded(codes: Tensor, scale: Tensor, spec: QuantizationSpec, change: Any = None) -> Tensor:
-    """Codes (R, C), whose numbers `change` changes, times their scales, float64; the format is that of the dtype."""
+def decoded(codes: Tensor, scale: Tensor, spec: QuantizationSpec, change: Any = None, columns: Any = None) -> Tensor:
+    """Codes (R, C), whose numbers `change` changes, times their scales, float64; the format is that of the dtype.
+
+    columns: (columns, size of a block, size) -> which block of K's scale each of them gets.
+    """
     values = numbers_of(codes, spec.format)
     values = values if change is None else change(values, spec.format)
-    return values * spread(scales_of(scale, spec), spec, tuple(values.shape)) if values.numel() else values
+    if columns is None or not values.numel():
+        return values * spread(scales_of(scale, spec), spec, tuple(values.shape)) if values.numel() else values
+    grid, (high, wide) = scales_of(scale, spec), spec.granularity.block_shape((values.shape[0], values.shape[1]))
+    which = columns(torch.arange(values.shape[1]), wide, values.shape[1]).clamp(0, grid.shape[1] - 1)
+    return values * grid[torch.arange(len(values)) // high][:, which]
 
 
 def gemm_specs(what: Values) -> tuple[QuantizationSpec, QuantizationSpec]:
@@ -300,18 +310,18 @@ def gemm_specs(what: Values) -> tuple[QuantizationSpec, QuantizationSpec]:
 
 def gemm_allowed(
     inputs: Values, what: Values, *, operands: Any = None, accumulator: str | None = None,
-    codes: Any = None, late: bool = False, crossed: str = "", weights: Any = None, **way: Any,
+    codes: Any = None, late: bool = False, crossed: str = "", weights: Any = None, columns: Any = None, **way: Any,
 ) -> dict[str, Allowed]:  # fmt: skip
     """out of a GEMM; the bits of a named accumulator.
 
     codes: see `decoded`. late: sums are made of codes, and scaled at the end. weights: K -> how often a column counts.
-    crossed: the operand whose scales are chosen by the other one's rows.
+    crossed: the operand whose scales are chosen by the other one's rows. columns: of a and b, see `decoded`.
     """
     lhs, rhs = gemm_specs(what)
     dtype = dtype_of(what, "out")
     name = accumulator or what.get("accumulator", "fp32")
     a, b, scale_a, scale_b = (inputs[key] for key in ("a", "b", "scale_inv_a", "scale_inv_b"))
-    if get_accumulator(name).emulated and not any((operands, codes, crossed, weights)):
+    if get_accumulator(name).emulated and not any((operands, codes, crossed, weights, columns)):
         from ottava.ops.gemm import gemm
 
         sides = (operand(x.contiguous(), y.contiguous(), spec) for x, y, spec in ((a, scale_a, lhs), (b, scale_b, rhs)))
@@ -328,7 +338,8 @@ def gemm_allowed(
     elif crossed == "b":
         a, b = _crossed(decoded(a, scale_a, lhs), scale_b, rhs), numbers_of(b, rhs.format)
     else:
-        a, b = decoded(a, scale_a, lhs, codes), decoded(b, scale_b, rhs, codes)
+        of_a, of_b = columns or (None, None)
+        a, b = decoded(a, scale_a, lhs, codes, of_a), decoded(b, scale_b, rhs, codes, of_b)
     if weights is not None:
         a = torch.where(weights(a.shape[1]) == 0, 0.0, a * weights(a.shape[1]))
     if operands is not None:
@@ -463,327 +474,3 @@ def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: An
         low, high, exact = (getattr(allowed, end).reshape(shape) for end in ("low", "high", "exact"))
         results[name] = allowed._replace(low=low, high=high, exact=exact)
     return results
-
-
-def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors (and how far they may be off) after a cast with one scale for all of them."""
-    if spec is None:
-        return list(parts)
-    flat, off = (torch.cat([part[i].reshape(1, -1) for part in parts], 1) for i in (0, 1))
-    sizes = [part[0].numel() for part in parts]
-    cast = [side.split(sizes, 1) for side in cast_interval(flat, spec, off)]
-    return [(cast[0][i].view(part[0].shape), cast[1][i].view(part[0].shape)) for i, part in enumerate(parts)]
-
-
-def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], u: float) -> tuple[Tensor, Tensor]:
-    """A product of two tensors and how far they may be off; the sums in it err by u of their magnitudes."""
-    (x, dx), (y, dy) = a, b
-    return x @ y, dx @ y.abs() + (x.abs() + dx) @ dy + u * (x.abs() @ y.abs())
-
-
-def _moved_odds(share: Tensor, off: Tensor) -> Tensor:
-    """By which part of it a share of a softmax may change if each score is off by that much.
-
-    Against the others together its odds change by a factor of e ** (what it is off + what the worst is off) at most.
-    """
-    kept = (-(off.amax(-1, keepdim=True) + off)).exp()
-    rest = 1 - share
-    return rest * (1 - kept) / torch.minimum(rest * kept + share, rest + share * kept).clamp(min=1e-300)
-
-
-def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return pair[0].mT, pair[1].mT
-
-
-def _seen(queries: int, keys: int, offset: int, window: int, tile: int) -> Tensor:
-    """The keys that each query sees under a causal mask; see `attention_allowed`."""
-    if tile:
-        return torch.arange(queries)[:, None] // tile >= torch.arange(keys) // tile
-    seen = torch.ones(queries, keys, dtype=torch.bool).tril(offset)
-    return seen.triu(1 - window) if window else seen
-
-
-def _behind_tiles(scores: Tensor, total: Tensor, tile: int, lazy: float) -> Tensor:
-    """Weights of the running maximum behind each tile of keys, and of rises by `lazy` octaves, over the sum."""
-    ends = [min(j // tile * tile + tile, scores.shape[-1]) - 1 for j in range(scores.shape[-1])]
-    top = scores.cummax(-1).values[..., ends]
-    rise = top.diff(dim=-1, append=top[..., -1:])
-    later = torch.where(rise >= lazy * math.log(2), rise, 0.0).flip(-1).cumsum(-1).flip(-1)
-    return (scores - top - later).exp() * torch.where(total == 0, 0.0, 1 / total)
-
-
-def _attention_grads(
-    given: tuple[tuple[Tensor, Tensor], ...],
-    s: tuple[Tensor, Tensor],
-    of_p: tuple[Tensor, Tensor],
-    of_o: tuple[Tensor, Tensor],
-    scale: float,
-    u: float,
-    specs: Mapping[str, QuantizationSpec],
-    fault: str,
-    last: int,
-) -> list[tuple[Tensor, Tensor]]:
-    """dq, dk and dv, and how far they may be off; given: q, k, v and grad, s: the probabilities that meet v."""
-    (q, k, v, g), (p, ep), (o, eo) = given, of_p, of_o
-    queries, keys, width = q[0].shape[-2], k[0].shape[-2], v[0].shape[-1]
-    dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
-    delta = (g[0] * o).sum(-1, keepdim=True)
-    edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
-    edelta += (width + 4) * U32 * (g[0] * o).abs().sum(-1, keepdim=True)
-    if fault == "no delta":
-        delta = torch.zeros_like(delta)
-    ds = p * (dp - delta)
-    eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
-    (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
-    factor = 1.0 if fault == "gradients without scale" else scale
-    by_key, by_query = dscores, dscores
-    if last:
-        by_key = ds * (torch.arange(keys) // last == (keys - 1) // last), eds
-        late = (torch.arange(queries) // last == (queries - 1) // last)[:, None]
-        by_query, s = (ds * late, eds), (s[0] * late, s[1])
-    dq, dk = _times(by_key, k, (keys + 4) * U32), _times(_turned(by_query), q, (queries + 4) * U32)
-    dq, dk = ((x * factor, off * factor) for x, off in (dq, dk))
-    return _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
-
-
-def attention_allowed(
-    inputs: Values,
-    what: Values,
-    *,
-    scale: float | None = None,
-    offset: int = 0,
-    causal: bool | None = None,
-    fault: str = "",
-    pad: int = 0,
-    window: int = 0,
-    tile: int = 0,
-    rescaled: int = 0,
-    lazy: float = math.inf,
-    back: str = "",
-    last: int = 0,
-    rounded: Mapping[str, torch.dtype] | None = None,
-    casts: Mapping[str, str] | None = None,
-) -> dict[str, Allowed]:
-    """o, dq, dk and dv of softmax(q k.T / sqrt(D)) v; each rounding of an ordinary kernel to the operands' type counts.
-
-    Args:
-        offset: by which the causal mask is late; None is right.
-        fault: what else is wrong, see `hypotheses`.
-        pad: keys are padded to a multiple of it, with zeros that count.
-        window: keys that a query sees, itself among them; 0: all.
-        tile: the causal mask hides whole tiles of so many keys.
-        rescaled: the tile of keys behind which the sum of values is not rescaled to a score larger by `lazy` octaves.
-        back: the backward alone: "masked" hides what lies before the tile of a key, "seen" hides nothing,
-            and "again" makes a softmax of all.
-        last: the backward keeps only the last tile of so many keys (for dq) or queries (for dk and dv).
-        rounded: "scores" or "p", and a type that they are rounded to.
-        casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
-    """
-    given = [
-        (inputs[key].double(), torch.zeros_like(inputs[key], dtype=torch.float64)) for key in ("q", "k", "v", "grad")
-    ]
-    (queries, depth), keys, dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2], inputs["q"].dtype
-    casts = casts or {}
-    known = {name: spec for name in ATTENTION_TENSORS if (spec := getattr(AttentionRecipe(), name)) is not None}
-    changed = {n: replace(known[n], format=get_format(to)) for n, to in casts.items() if to != "skip"}
-    specs = (known if what.get("recipe") == "fp8" else {}) | changed
-    specs = {name: spec for name, spec in specs.items() if casts.get(name) != "skip"}
-    q, k, v = _cast_together(specs.get("qkv"), *given[:3])
-    (g,) = _cast_together(specs.get("do"), given[3])
-    u = max(torch.finfo(dtype).eps / 2, U32)
-    scale = 1 / math.sqrt(depth) if scale is None else scale
-    scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
-    off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
-    raw = scores
-    if what.get("causal", False) if causal is None else causal:
-        seen = _seen(queries, keys, offset, window, tile).to(scores.device)
-        scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
-    if rounded and "scores" in rounded:
-        scores = scores.to(rounded["scores"]).double()
-    top = scores.amax(-1, keepdim=True).clamp(min=-1e300)
-    raised = (scores - top).exp()
-    total = raised.sum(-1, keepdim=True)
-    if pad:  # keys of zeros behind the last one, which nobody hides
-        total = total + (-keys % pad) * (-top).exp()
-    share = raised / torch.where(total == 0, 1.0, total)
-    p = raised if fault == "not normalized" else share
-    moved = _moved_odds(share, off) + (keys + 16) * U32 + 2 * u
-    ep = p * moved
-    p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
-    (s,) = _cast_together(specs.get("s"), (p, ep))
-    summed = (late := _behind_tiles(scores, total, rescaled, lazy), late * moved) if rescaled else s
-    ((o, eo),) = _cast_together(specs.get("o"), _times(summed, v, (keys + 4) * U32))
-    if fault == "dv not normalized":
-        s = raised, ep
-    if back in ("seen", "again"):
-        s = p, ep = (raw - top).exp() / torch.where(total == 0, 1.0, total) if back == "seen" else raw.softmax(-1), ep
-    elif back == "masked":
-        s = p, ep = p * _seen(queries, keys, 0, 0, tile or 1).to(p.device), ep
-    mine = p @ v[0] if back == "again" else o
-    grads = _attention_grads((q, k, v, g), s, (p, ep), (mine, eo), scale, u, specs, fault, last)
-    # second order: the bounds above are of first order, and errors of a few percent multiply
-    return {
-        name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
-        for name, (center, error) in zip(("o", "dq", "dk", "dv"), [(o, eo), *grads], strict=True)
-    }
-
-
-# --- optimizers ------------------------------------------------------------------------------------------------------
-
-
-def adamw(
-    p: Tensor,
-    gradient: Tensor,
-    m: Tensor,
-    v: Tensor,
-    t: int,
-    what: Values,
-    *,
-    fault: str = "",
-    stale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One step in float64: parameter, both moments, and the error that fp32 may make of the parameter."""
-    lr, (b1, b2) = float(what.get("lr", 1e-3)), what.get("betas", (0.9, 0.999))
-    eps, decay = float(what.get("eps", 1e-8)), float(what.get("weight_decay", 0.01))
-    g = gradient if stale is None else stale
-    if fault in ("betas swapped", "betas of moments swapped"):
-        b1, b2 = b2, b1
-    if fault == "decay coupled":
-        g, decay = g + decay * p, 0.0
-    t = {"step one late": t - 1, "step one early": t + 1, "step stays 1": 1, "step counted twice": 2 * t}.get(fault, t)
-    if fault in ("clipped norm", "clipped"):
-        g = g.clamp(-1, 1) if fault == "clipped" else g / max(float(g.norm()), 1.0)
-    kept = 1 - (decay if fault == "decay without lr" else lr * decay)
-    kept = 1.0 if fault == "no decay" else kept
-    kept = 1 - lr * decay / (1 - b1**t) if fault == "decay corrected" and b1**t < 1 else kept
-    kept = float(torch.tensor(kept).bfloat16()) if fault == "decay factor rounded" else kept
-    begins = fault == "moments begin as the gradient" and t == 1
-    m = g if begins else b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
-    v = g * g if begins else b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
-    m = m.float().bfloat16().double() if fault == "first moment rounded" else m
-    v = v.float().bfloat16().double() if fault == "second moment rounded" else v
-    c1, c2 = (1 - beta**t for beta in ((b1, b2) if fault != "betas of moments swapped" else (b2, b1)))
-    c1 = 1.0 if fault in ("no bias correction", "first moment uncorrected") else c1
-    c2 = 1.0 if fault in ("no bias correction", "second moment uncorrected") else c2
-    c1, c2 = (1 / c1, 1 / c2) if fault == "corrections multiply" and c1 and c2 else (c1, c2)
-    hat = v / c2 if c2 else v * math.inf
-    root = (hat + eps).sqrt() if fault == "eps under the root" else hat.sqrt() + eps
-    if fault == "eps corrected too":
-        root = v.sqrt() * (1 / math.sqrt(c2) if c2 else math.inf) + eps / (math.sqrt(c2) if c2 else 1)
-    root = {"no root": hat, "no second moment": torch.ones_like(hat)}.get(fault, root)
-    direction = m / c1 if c1 else m * math.inf
-    if fault in ("sign", "sign of the first moment"):
-        direction = -direction if fault == "sign" else direction.sign()
-    if fault == "nesterov":
-        direction = (b1 * m + (1 - b1) * g) / c1
-    step = lr * direction / root
-    behind = (p * kept).float().bfloat16().double() if fault == "decay rounded" else p * kept
-    after = (p - step) * kept if fault == "decay after the step" else behind - step
-    # a moment is a chain of roundings, the update a dozen, the parameter three
-    error = 4 * U32 * p.abs() + (16 + 8 * t) * U32 * lr * (m.abs() + abs(1 - b1) * g.abs()) / c1 / root if c1 else after
-    return after, m, v, error
-
-
-def optimizer_allowed(
-    inputs: Values, what: Values, *, fault: str = "", moments: tuple[str | None, str | None] | None = None
-) -> dict[str, Allowed]:
-    """The parameter after each of some steps; inputs: parameter, and grads (steps, ...).
-
-    moments: how the first and the second are kept; None: as was told.
-    """
-    p, dtype = inputs["parameter"].double(), inputs["parameter"].dtype
-    m, v, wide = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
-    dm, dv = torch.zeros_like(p), torch.zeros_like(p)  # how far another rounding may bring a stored moment
-    told = str(what.get("moments", "float32"))
-    told = {"float32": "fp32", "bfloat16": "bf16"}.get(told, told)
-    names = (told, told) if moments is None else tuple(told if name is None else name for name in moments)
-    u, (b1, b2), lr = torch.finfo(dtype).eps / 2, what.get("betas", (0.9, 0.999)), float(what.get("lr", 1e-3))
-    steps = []
-    for t, g in enumerate(inputs["grad"].double(), start=1):
-        stale = inputs["grad"][t - 2].double() if fault == "gradient of the step before" and t > 1 else None
-        kept = m * b1 / (1 - b1)
-        was = p, m, v
-        p, m, v, error = adamw(p, g, m, v, t, what, fault=fault, stale=stale)
-        if fault == "zero gradients skipped":
-            p, m, v = (torch.where(g == 0, old, new) for old, new in zip(was, (p, m, v), strict=True))
-        if names != ("fp32", "fp32"):
-            # a sum that cancels keeps the roundings of its terms
-            dm, dv = b1 * dm + 8 * U32 * (1 - b1) * (g.abs() + kept.abs()), b2 * dv
-            share = torch.where(dv < v, dv / torch.where(v > 0, v, 1.0), torch.where(dv > 0, math.inf, 0.0))
-            root = (v / (1 - b2**t)).sqrt() + float(what.get("eps", 1e-8))
-            step, moved = lr * m.abs() / (1 - b1**t) / root, lr * dm / (1 - b1**t) / root
-            error = error + ((step + moved) * share).nan_to_num(0.0, posinf=math.inf) + moved
-            (m, dm), (v, dv) = _held(names[0], m, dm, False), _held(names[1], v, dv, True)
-        if fault == "moments forgotten":
-            m, v = torch.zeros_like(p), torch.zeros_like(p)
-        wide = wide + error + (0.0 if dtype == torch.float32 else 1.01 * u * p.abs())
-        steps.append(between(p, wide, dtype))
-        p = p.to(dtype).double() if dtype != torch.float32 else p
-    low, high, exact = (torch.stack([getattr(one, end) for one in steps]) for end in ("low", "high", "exact"))
-    return {"parameter": Allowed(low, high, (dtype,), exact=exact)}
-
-
-def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
-    """A moment out of its storage, and how far it moves if what is stored moves by `off` and a few roundings."""
-    from ottava.optim.storage import STORAGES
-
-    if name == "fp32":
-        return moment, off
-    need_known("", "moments", name, STORAGES)
-    storage = STORAGES[name]
-    # neighbours in turn, and large numbers against small ones: the ends of a group set its grid
-    turn = torch.where(torch.arange(moment.numel(), device=moment.device).view(moment.shape) % 2 == 0, 1.0, -1.0)
-    ends = torch.where(moment.abs() > moment.abs().median(), 1.0, -1.0)
-    read = []
-    small = 64 * U32 * moment.abs()  # alone, too: what moves a group's ends moves its grid
-    away = [(way * sign, by) for sign in (turn, ends * moment.sign()) for way in (1, -1) for by in (small, small + off)]
-    for sign, by in [(turn, 0 * small), *away]:
-        x = (moment + sign * by).float()
-        held = storage.empty(x)
-        storage.write([held], [x.clamp(min=0) if positive else x], positive=positive)
-        read.append(storage.read([held], positive=positive)[0].double().view(moment.shape))
-        if "_exponent" in held:  # the exponent of a group, and so all of its grid, hangs on its smallest number
-            return read[0], _half_steps(moment, held, storage.groups["_exponent"]) * 2 * (moment.abs() + off) + off
-    moved = torch.stack([(one - read[0]).abs() for one in read]).amax(0)
-    return read[0], 1.1 * moved + 64 * U32 * read[0].abs()  # a power in fp32 is off by some units
-
-
-def _half_steps(moment: Tensor, held: Mapping[str, Tensor], size: int) -> Tensor:
-    """How far, as a share of it, a number may be from what a grid of E4M3 under a power reads, see `optim.storage`.
-
-    A power x ** (e / 16) lies half a step from its code: 2**-4 of it, and 2**-10 where it is subnormal.
-    """
-
-    def each(name: str) -> Tensor:
-        return held[name].double().view(-1).repeat_interleave(size)[: moment.numel()].view(moment.shape)
-
-    exponent, center = (each("_exponent") - 1).clamp(min=1) / 16, each("_center")
-    raised = (moment.abs() / torch.where(center == 0, 1.0, center)) ** exponent
-    half = (2.0**-10 / torch.where(raised == 0, 1.0, raised)).clamp(2.0**-4, 0.75)
-    return (1 - half) ** (-1 / exponent) - 1
-
-
-def expect(kind: str, inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
-    """What each result of a call may be; knobs in `way` make it the result of a faulty kernel."""
-    if kind == "cast":
-        return cast_allowed(inputs, what, got, **way)
-    made: Mapping[str, Callable[..., dict[str, Allowed]]] = {
-        "encode": lambda inputs, what, **way: {"codes": encode_allowed(inputs["x"], what, **way)},
-        "decode": lambda inputs, what, **way: {"values": decode_allowed(inputs["codes"], what, **way)},
-        "gemm": gemm_allowed,
-        "grouped": grouped_allowed,
-        "linear": linear_allowed,
-        "attention": attention_allowed,
-        "optimizer": optimizer_allowed,
-    }
-    return made[kind](inputs, what, **way)
-
-
-def result_format(kind: str, name: str, what: Values) -> Format | None:
-    """The format of a result that is codes."""
-    if (kind, name) == ("encode", "codes"):
-        return get_format(what.get("format", "e4m3"))
-    spec = cast_spec(what) if kind == "cast" else None
-    if spec is None:
-        return None
-    return spec.format if name == "data" else E8M0 if spec.scale_format.startswith("e8m0") else None
