@@ -50,8 +50,9 @@ class Call(NamedTuple):
     """One entry of a trace."""
 
     name: str
-    place: tuple[str, int, str, str, str]
-    """File, line, function, source, FILE:FUNCTION of the caller."""
+    place: tuple[Any, ...]
+    """File, line, function, source, FILE:FUNCTION of the caller; of a library's place also FILE:LINE of the script that
+    comes to it, and of what calls that."""
     module: str
     arguments: tuple[str, ...]
     sources: tuple[int, ...]
@@ -69,10 +70,16 @@ class Call(NamedTuple):
 
     @property
     def where(self) -> str:
-        """FILE:LINE (source), and the module."""
+        """FILE:LINE (source), the module, and of a library's call where the script comes to it."""
         source = f" (`{self.place[3]}`)" if self.place[3] else ""
         inside = f" in module {self.module}" if self.module else ""
-        return f"{self.place[0]}:{self.place[1]}{source}{inside}"
+        under = f", under {self.line}" if self.place[5:] else ""
+        return f"{self.place[0]}:{self.place[1]}{source}{inside}{under}"
+
+    @property
+    def line(self) -> str:
+        """FILE:LINE that a user can change; of a library's call the lines of the script that come to it."""
+        return " → ".join(reversed(self.place[5:])) or f"{self.place[0]}:{self.place[1]}"
 
     def __str__(self) -> str:
         text = f"{self.name}({', '.join(self.arguments)})"
@@ -444,7 +451,7 @@ def _told(step: int, kind: str, one: Call | None, other: Call | None, casting: s
         "float8_" in text for c in (one, other) if c is not None for text in (*c.arguments, str(c.results))
     )
     return Parting(
-        step, kind, f"Step {step}: {sentence}", f"{here.place[0]}:{here.place[1]}", here.module, cast,
+        step, kind, f"Step {step}: {sentence}", here.line, here.module, cast,
         str(one or "nothing"), str(other or "nothing"),
     )  # fmt: skip
 

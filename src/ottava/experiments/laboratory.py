@@ -243,7 +243,9 @@ _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
 _GIVE_UP = 3
 _TRACED = 2
-"""First steps whose calls are traced; later, those of the shadows."""
+"""First steps whose calls are traced, of a run and behind a new optimizer; later, those of the shadows."""
+_PHASES = 3
+"""New optimizers whose first steps are traced: some scripts make one in every step."""
 RECENT = 16
 """Losses before a step that say how much noise it has: over more of them, a loss that falls would seem noisy."""
 _REFUSED = ("DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -294,7 +296,8 @@ class Laboratory:
             every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write, self._keep = roots, every, recipe, write, keep
         self._name_of, self._name_of_module, self._quiet = name_of, name_of_module, quiet
-        self._first, self._step = step, step
+        self._first = self._begun = self._step = step
+        self._phases = 0
         self._recorder: Recorder | None = None
         self._why = ""
         self._asked = ""
@@ -332,7 +335,7 @@ class Laboratory:
         measured = step - self._first <= self._measured and _alone()
         if (self._why or measured or self._ring is not None) and (roots := self._models(step)):
             self._recorder = Recorder(roots)
-        if self._every and (self._why or step <= self._first + _TRACED) and not has_compiled():
+        if self._every and (self._why or step <= self._begun + _TRACED) and not has_compiled():
             recorder = self._recorder
             inside = (lambda: recorder.in_forward) if recorder else lambda: False
             self._trace = Trace(inside, self._traced).enter()
@@ -363,6 +366,11 @@ class Laboratory:
         if self._trace is not None and self._trace.active:
             named = ((self._name_of(p), p) for root in self._roots() for p in root.parameters())
             self._trace.gradients(named)
+
+    def renewed(self) -> None:
+        """An optimizer made its first step: another phase of the training may begin, as behind a pretraining."""
+        if self._step > self._begun + _TRACED and self._phases < _PHASES:
+            self._begun, self._phases = self._step, self._phases + 1
 
     def triggered(self, reason: str) -> None:
         """Something happened: the next step is captured, and the last ones are replayed."""

@@ -38,6 +38,7 @@ MOST = 4_000
 """Calls of a trace."""
 _SAMPLED = 1024
 _DEPTH = 96  # frames
+_LINES = 3  # of a script, under which a library calls
 _GRADIENTS = 48  # parameters
 _SHOWN = 24  # numbers of a row
 _WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
@@ -69,6 +70,8 @@ class _Place(NamedTuple):
     line: int
     caller: CodeType | None
     """The function of the user's that called this one."""
+    script: tuple[tuple[CodeType, int], ...] = ()
+    """Of a library's place: the innermost lines that are not installed, at most three."""
 
 
 class _Noted(NamedTuple):
@@ -276,6 +279,7 @@ class Trace(Below):
         """(code and line of the user's, the innermost module, name of a collective); None if the call is ours."""
         user: tuple[CodeType, int] | None = None
         caller: CodeType | None = None
+        script: tuple[tuple[CodeType, int], ...] = ()
         module, collective = None, ""
         for _ in range(_DEPTH):
             if frame is None:
@@ -287,6 +291,7 @@ class Trace(Below):
             elif user is not None:
                 if kind == USER:
                     caller = caller or code
+                    script += () if _installed(code) else ((code, frame.f_lineno),)
             else:
                 if kind == USER:
                     user = code, frame.f_lineno
@@ -294,15 +299,19 @@ class Trace(Below):
                     return None
                 elif kind == COLLECTIVE:
                     collective = code.co_name
-            if caller is not None and module is not None:
+            enough = user is not None and (len(script) == _LINES or not _installed(user[0]))
+            if caller is not None and module is not None and enough:
                 break
             frame = frame.f_back
-        return None if user is None else (_Place(*user, caller), module, collective)
+        if user is None:
+            return None
+        return _Place(*user, caller, script[:_LINES] if _installed(user[0]) else ()), module, collective
 
     # --- what is written ------------------------------------------------------------------------------------------
 
     def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
-        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller], `modules`, and `calls`
+        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller, and of a library's
+        place the script's lines], `modules`, and `calls`
         [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
         a call in a backward, 2 for one through which a backward may come, 3 for both]."""
         places: dict[_Place, int] = {}
@@ -322,7 +331,12 @@ class Trace(Below):
 def _source(place: _Place) -> list[Any]:
     text = linecache.getline(place.code.co_filename, place.line).strip()
     caller = "" if place.caller is None else f"{Path(place.caller.co_filename).name}:{place.caller.co_qualname}"
-    return [Path(place.code.co_filename).name, place.line, place.code.co_qualname, text[:160], caller]
+    lines = [f"{Path(code.co_filename).name}:{line}" for code, line in place.script]
+    return [Path(place.code.co_filename).name, place.line, place.code.co_qualname, text[:160], caller, *lines]
+
+
+def _installed(code: CodeType) -> bool:
+    return "-packages" in code.co_filename
 
 
 def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -422,6 +422,8 @@ class Watch:
             self.cures.after(optimizer)
         if self._paused or not self._is_ours(optimizer):
             return
+        if not self.training.knows(optimizer):
+            self.laboratory.renewed()
         with self.collector.timed():
             self.training.after(optimizer, self.modules.names.parameter)
         before = self.laboratory.seconds

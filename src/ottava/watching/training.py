@@ -329,6 +329,10 @@ class TrainingTap:
                 if self.looking:
                     self._before = tensors, samples
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer has stepped before."""
+        return any(ref() is optimizer for ref in self._optimizers)
+
     def after(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """An optimizer has stepped."""
         self._versions = None
@@ -337,8 +341,7 @@ class TrainingTap:
             self._extra_steps += 1
         self._note_restart(optimizer)
         self._stepped_at[id(optimizer)] = self._backwards
-        known = any(ref() is optimizer for ref in self._optimizers)
-        if not known:
+        if not (known := self.knows(optimizer)):
             self._optimizers.append(weakref.ref(optimizer))
         self._guard(optimizer)
         if self._before is None and known and not self.looking:
