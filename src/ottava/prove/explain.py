@@ -425,7 +425,7 @@ def explain(
         if (fit := _fit(hypothesis, held)) is None:
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
-        if whole and not any(_contrary(hypothesis, passed)) and holds(hypothesis):
+        if whole and fit.solved == len(held) and not any(_contrary(hypothesis, passed)) and holds(hypothesis):
             return _with_twins(fit, kind, held, passed)  # no later entry is better
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
@@ -503,30 +503,33 @@ def _loose(
 
 
 def _share(wrong: Mapping[str, Tensor], told: Mapping[str, _Told]) -> float:
-    """Of the wrong numbers of a case that a hypothesis tells of, those that it gives; of all, if it tells of none."""
+    """Of the wrong numbers of a case that a hypothesis tells of, those that it gives; of all, if it tells of few."""
     given = sum(int(told[name].given.sum()) for name in wrong if name in told)
     count = sum(int(mask.sum()) for mask in wrong.values())
     spoken = count - sum(one.untold for one in told.values())
+    if not spoken:
+        return math.nan
     return given / (spoken if 50 * spoken >= count else count)  # of 2 % or less it tells too little
 
 
 def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
-    """None: it gives next to nothing."""
+    """None: it gives next to nothing. A case of which it tells nothing counts neither for it nor against it."""
     told: list[dict[str, _Told]] = []
     share = against = wide = 0.0
-    solved = missed = 0
-    for number, failure in enumerate(held):
+    solved = missed = seen = 0
+    for failure in held:
         told.append(_told(hypothesis, failure))
         mine = _share(failure.wrong, told[-1])
-        share, solved, missed = share + mine, solved + (mine == 1.0), missed + (mine < 0.9)
+        if not math.isnan(mine):
+            share, solved, missed, seen = share + mine, solved + (mine == 1.0), missed + (mine < 0.9), seen + 1
         given = sum(int(one.given.sum()) for one in told[-1].values())
         spoken = sum(int(one.against.sum()) for one in told[-1].values())
         against += spoken / max(given + spoken, 1)
         wide += max((one.wide for one in told[-1].values()), default=0.0)
-        if 2 * missed > len(held) or (share == 0 if number == 1 else number > 1 and share < 0.05):
+        if 2 * missed > len(held) or (share == 0 if seen == 2 else seen > 2 and share < 0.05):
             return None  # nobody asks for one that gives less than half of the cases
     count = len(held)
-    return _Fit(hypothesis, told, share / count, solved, against / count, wide / count) if share else None
+    return _Fit(hypothesis, told, share / seen, solved, against / count, wide / count) if share else None
 
 
 def _told(hypothesis: Fault, failure: Failure) -> dict[str, _Told]:
@@ -563,7 +566,7 @@ def _exact(faults: Iterator[Fault], held: Sequence[Failure], others: Sequence[Fa
         told: list[dict[str, _Told]] = []
         for one in held:
             told.append(_told(fault, one))
-            if _share(one.wrong, told[-1]) < _ALMOST or any(bool(of.against.any()) for of in told[-1].values()):
+            if not _share(one.wrong, told[-1]) >= _ALMOST or any(bool(of.against.any()) for of in told[-1].values()):
                 break
         else:
             wide = sum(max(of.wide for of in one.values()) for one in told) / len(held)

@@ -169,8 +169,11 @@ def _of_amax(change: Change) -> Knobs:
     return lambda call: None if (new := change(call.amax())) is None else {"amax": new}
 
 
-def _bits(change: Callable[[Tensor], Tensor]) -> Knobs:
-    return changed(codes=lambda c: change(c.view(torch.uint8)).view(c.dtype))
+def _bits(change: Callable[[Tensor, int], Tensor]) -> Knobs:
+    """Codes with other bits; change: of (bytes, the sign bit)."""
+    return lambda c: changed(
+        codes=lambda codes: change(codes.view(torch.uint8), 1 << (c.format.bits - 1)).view(codes.dtype)
+    )(c)
 
 
 def _short(x: float, bits: int) -> float:
@@ -275,14 +278,15 @@ def _of_sequence(call: Asked, first: bool) -> dict[str, Any] | None:
     return {"cells": {"fprop.lhs": {"amax": each.expand(x.shape[:-1]).reshape(-1, 1)}}}
 
 
-def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
-    """x and the gradient of the first rows; count: of their shape."""
+def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int], last: bool = False) -> dict[str, Any] | None:
+    """x and the gradient of the first rows, or of the last ones; count: of their shape."""
     x, grad = call.inputs["x"], call.inputs["grad"]
     rows, dy = x.reshape(-1, x.shape[-1]).clone(), grad.reshape(-1, grad.shape[-1]).clone()
     kept = count(tuple(x.shape))
     if kept >= len(rows):
         return None
-    rows[kept:], dy[kept:] = 0, 0
+    gone = slice(len(rows) - kept) if last else slice(kept, None)
+    rows[gone], dy[gone] = 0, 0
     return {"inputs": {**call.inputs, "x": rows.view(x.shape), "grad": dy.view(grad.shape)}}
 
 
@@ -432,11 +436,11 @@ def of_codes() -> Iterator[Fault]:
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(bytewise, by_memory))),
-        ("sign lost", "The sign bit is ignored", _bits(lambda c: c & 0x7F)),
-        ("sign flipped", "The sign bit is inverted", _bits(lambda c: c ^ 0x80)),
-        ("nibbles swapped", "The two halves of a byte are exchanged", _bits(lambda c: (c >> 4) | (c << 4))),
-        ("code off by one", "The code is one too large", _bits(lambda c: c + 1)),
-        ("code off by one", "The code is one too small", _bits(lambda c: c - 1)),
+        ("sign lost", "The sign bit is ignored", _bits(lambda c, sign: c & (sign - 1))),
+        ("sign flipped", "The sign bit is inverted", _bits(lambda c, sign: c ^ sign)),
+        ("nibbles swapped", "The two halves of a byte are exchanged", _bits(lambda c, sign: (c >> 4) | (c << 4))),
+        ("code off by one", "The code is one too large", _bits(lambda c, sign: c + 1)),
+        ("code off by one", "The code is one too small", _bits(lambda c, sign: c - 1)),
     )
 
 
@@ -469,6 +473,7 @@ def of_casts() -> Iterator[Fault]:
         ("clamped before it is scaled", "x is clamped to the format's range before amax is taken", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max)}),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
+        ("NaN lost", "NaN is read as zero, and its block looks like any other", _reads(lambda x: torch.where(x.isnan(), torch.zeros_like(x), x))),
         ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
         ("all zeros", "The result is zero", _reads(torch.zeros_like)),
         *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in EIGHT),
@@ -518,6 +523,7 @@ def _of_operands() -> Iterator[Fault]:
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         *((f"scale bytes as numbers ({text})", f"Scale bytes are used as numbers, not as exponents: {said}", changed(**dict.fromkeys(sides, lambda s: s.float() if s.dtype == torch.uint8 else None))) for text, said, sides in (("a", "scale_inv_a", ("scale_inv_a",)), ("b", "scale_inv_b", ("scale_inv_b",)), ("both", "both scales", ("scale_inv_a", "scale_inv_b")))),
+        *((f"scale bytes with a sign ({text})", f"Scale bytes are read as numbers with a sign, so from 128 on they are 2^-256 of their scale: {said}", changed(**dict.fromkeys(sides, lambda s: torch.exp2(s.view(torch.int8).double() - 127).masked_fill(s == 255, math.nan) if s.dtype == torch.uint8 else None))) for text, said, sides in (("a", "scale_inv_a", ("scale_inv_a",)), ("b", "scale_inv_b", ("scale_inv_b",)), ("both", "both scales", ("scale_inv_a", "scale_inv_b")))),
         ("scale byte 255 infinite", "The scale byte 255 is read as infinity, not as NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: torch.where(s == 255, math.inf, torch.exp2(s.float() - 127)) if s.dtype == torch.uint8 else None))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
         *((name, f"{sentence}: {text}", changed(**dict.fromkeys(sides, partial(bytewise, partial(in_order, order=order))))) for name, sentence, order in along_k() for text, sides in (("the codes of a", "a"), ("the codes of b", "b"), ("all codes", "ab"))),
@@ -618,7 +624,7 @@ def _of_layers() -> Iterator[Fault]:
         ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
         ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
-        ("first sequence only", "Only the first sequence of the batch is summed", partial(_rows_kept, count=lambda shape: math.prod(shape[1:-1] if len(shape) > 2 else shape))),
+        *((f"{end} sequence only", f"Only the {end} sequence of the batch is summed", partial(_rows_kept, count=lambda shape: math.prod(shape[1:-1] if len(shape) > 2 else shape), last=end == "last")) for end in ("first", "last")),
         ("first half of the rows", "Only the first half of the rows is summed", partial(_rows_kept, count=lambda shape: max(math.prod(shape[:-1]) // 2, 1))),
         ("gradient transposed", "The gradient is read in the order of its transpose", changed(grad=lambda g: g.reshape(-1, g.shape[-1]).t().reshape(g.shape))),
         ("x transposed", "x is read in the order of its transpose", changed(x=lambda x: x.reshape(-1, x.shape[-1]).t().reshape(x.shape))),
