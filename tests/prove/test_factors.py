@@ -71,9 +71,28 @@ def zeros_divided(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
     )
 
 
+def nan_lost(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    """FP4 has no code of NaN, so the scale of its block must show it."""
+    made = quantize(torch.where(x.isnan(), 0.0, x), spec_of("mxfp4"))
+    return made.data, judge.stored(made.scale_inv, spec_of("mxfp4"))
+
+
+def late_threshold(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    """The exponent of a block of MXFP4 grows from 1.75 times a power of two on."""
+    spec, fmt = spec_of("mxfp4"), get_format("e2m1")
+    amax = judge.block_amax(x, spec.granularity)
+    part, power = torch.frexp(torch.where((amax > 0) & amax.isfinite(), amax, 4.0))
+    scale = torch.ldexp(torch.ones_like(part), (power - 3 + (part >= 0.875)).clamp(-127, 127))
+    each = judge.spread(scale, spec, (x.shape[0], x.shape[1])) if x.numel() else 1.0
+    stored = torch.where(amax.isfinite(), scale, math.nan)
+    return rounding.encode(on_grid(x.double() / each, fmt).float(), fmt), judge.stored(stored.float(), spec)
+
+
 @pytest.mark.parametrize(
     ("recipe", "kernel", "expected"),
     (
+        ("mxfp4", nan_lost, "NaN is read as zero, and its block looks like any other"),
+        ("mxfp4", late_threshold, "one more where amax is at least 1.75 times a power of two"),
         ("nvfp4", signed_tensor, "not at its magnitude. It is so for the tensor's factor of the scale alone"),
         ("blockwise", tail_of_columns, "beyond the last whole 16. It does not write columns beyond the last whole 16"),
         ("rowwise", strides_of_x, "data is written with the strides of x"),
@@ -124,6 +143,15 @@ def short_sums(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tens
     return out.copy_(total)
 
 
+def halves(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    """The second half of K counts blocks of 128 from its own start."""
+    k, half = a.shape[1], a.shape[1] // 2
+    at = torch.cat([torch.arange(half) // 128, half // 128 + torch.arange(k - half) // 128])
+    rows = torch.arange(len(b)) // 128
+    x, y = (v.float().double() * s.double() for v, s in ((a, scale_a[:, at]), (b, scale_b[rows][:, at])))
+    return out.copy_(x @ y.t())
+
+
 def added(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
     out[: len(out) // 16 * 16] = 0
     return out.add_(gemm(a, b, scale_a, scale_b, torch.empty_like(out)))
@@ -139,6 +167,10 @@ def unwritten(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tenso
     ("kernel", "expected"),
     (
         (in_place, "a tile of 128 rows also has the scales of the same place in the tiles before it, anew after two"),
+        (
+            halves,
+            "K is split in 2, and each part counts its blocks from its own start, which has the scale",
+        ),
         (padded, "Scales are read with rows padded to a multiple of 8 blocks: scale_inv_a"),
         (short_sums, "Sums are cut off to 14 bits after each 32 products"),
         (added, "it adds to what a buffer holds"),
@@ -171,6 +203,57 @@ def test_random_rounding_that_loses_the_carry() -> None:
         return rounding.encode(torch.where(x.isfinite(), drawn, x.double()).float(), E4M3)
 
     assert "begins at 0, and the exponent stays" in said("encode", lost, format="e4m3", rounding="stochastic")
+
+
+@pytest.mark.parametrize("end", (0.5, 0.0625))
+def test_the_share_that_random_rounding_adds_is_measured(end: float) -> None:
+    def drawn(x: Tensor) -> Tensor:
+        low, high = on_grid(x, E4M3, "truncate"), on_grid(x, E4M3, "away")
+        share = ((x - low) / torch.where(high == low, 1.0, high - low)).nan_to_num(0.0)
+        return rounding.encode(torch.where(share + end * torch.rand(x.shape) >= 1, high, low).float(), E4M3)
+
+    assert f"reaches from 0 to {end:g} of a step" in said("encode", drawn, format="e4m3", rounding="stochastic")
+
+
+def test_of_two_operands_that_give_the_same_both_are_named() -> None:
+    def swapped(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+        order = torch.arange(b.shape[1]) ^ 1
+        turned = b.view(torch.uint8)[:, order.clamp(max=max(b.shape[1] - 1, 0))].view(b.dtype)
+        return out.copy_((a.double() * scale_a) @ (turned.double() * scale_b).t())
+
+    text = said("gemm", swapped, recipe="tensorwise", out="float32")
+    assert "the codes of a." in text
+    assert "So does this: Each two neighbours along K are swapped, as nibbles of a byte: the codes of b" in text
+
+
+def test_a_backward_that_sees_another_mask_is_told_from_its_forward() -> None:
+    def late(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        x, y, z, g = (t.double() for t in (q, k, v, grad))
+        scale = q.shape[-1] ** -0.5
+        scores, ones = x @ y.mT * scale, torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
+        total = scores.masked_fill(ones.triu(1), -math.inf).logsumexp(-1, keepdim=True)
+        p = (scores - total).exp()
+        o, p = p.masked_fill(ones.triu(1), 0) @ z, p.masked_fill(ones.triu(2), 0)
+        ds = p * (g @ z.mT - (g * o).sum(-1, keepdim=True)) * scale
+        return tuple(t.to(q.dtype) for t in (o, ds @ y, ds.mT @ x, p.mT @ g))
+
+    text = said("attention", late, count=40, recipe="bf16", causal=True, dtype="float32")
+    assert "The backward sees 1 key too many; the forward is right" in text
+
+
+def test_two_faults_of_an_optimizer_are_found_together() -> None:
+    """Both moments in BF16, which no storage of ottava's rounds so."""
+
+    def step(parameter: Tensor, grad: Tensor, state: dict[str, Any], number: int) -> None:
+        g = grad.double()
+        for name, beta, new in (("m", 0.9, g), ("v", 0.999, g * g)):
+            kept = state.get(name, torch.zeros_like(parameter)).double() * beta + (1 - beta) * new
+            state[name] = kept.float().bfloat16().float()
+        m, v = state["m"].double() / (1 - 0.9**number), state["v"].double() / (1 - 0.999**number)
+        parameter.copy_(parameter.double() * (1 - 1e-2 * 0.1) - 1e-2 * m / (v.sqrt() + 1e-8))
+
+    text = said("optimizer", step, count=24, lr=1e-2, weight_decay=0.1, dtype="float32")
+    assert "The first moment is rounded to BF16 before it is used. The second moment is rounded" in text
 
 
 _KEEPS = """

@@ -435,8 +435,10 @@ def explain(
     fine = sorted((fit for fit in clean[:6] if not any(told[id(fit)])), key=lambda fit: not holds(fit.fault))
     whole = bool(fine) and fine[0].solved == len(held)
     exact = None if whole else _exact(factored(kind), held, [*passed, *larger])
-    if exact is not None or fine:
-        return _named(exact or fine[0], len(failures), "")
+    if exact is not None:
+        return _named(exact, len(failures), "")
+    if fine:
+        return _with_twins(fine[0], kind, held, passed)
     for law in (law_of, noise_of) if kind in ("encode", "decode", "cast") else ():
         if said := law(Asked(kind, {}, what, None).format, [*held, *larger, *passed]):
             return {"hypothesis": said[0], "sentence": said[1]}

@@ -201,10 +201,10 @@ def _grown(n: int, restart: int, rows: int, s: Tensor) -> Tensor | None:
 def _scales() -> Iterator[Fault]:
     """Scales of GEMMs that are multiplied into each other, or read at other places; sums of few bits."""
     kinds, names = ("gemm", "grouped"), {"scale_inv_a": ("scale_inv_a",), "scale_inv_b": ("scale_inv_b",), "both scales": ("scale_inv_a", "scale_inv_b")}
-    for (sentence, change), (text, of) in product(_reads(), names.items()):
-        yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
     for (sentence, columns), (text, of) in product(_columns(), names.items()):
         yield Fault("scale of another column", f"{sentence}: {text}", kinds, always(columns=tuple(columns if f"scale_inv_{side}" in of else None for side in "ab")))
+    for (sentence, change), (text, of) in product(_reads(), names.items()):
+        yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
     for n, (anew, restart), first, sides in product((1, 16, 32, 64, 128, 256), (("", 1 << 30), (", anew after two tiles", 2), (", anew after four tiles", 4)), (False, True), ("ab", "ba")):
         said = f"Scales of {sides[1]} are multiplied in place by those of {sides[0]}: a tile of {n} rows also has the scales of {'the first row' if first else 'the same place'} in the tiles before it{anew}"
         yield Fault("scales multiplied in place", said, kinds, changed(**{f"scale_inv_{sides[0]}": partial(_grown, n, restart, 1 if first else n)}))
