@@ -51,8 +51,7 @@ class Call(NamedTuple):
 
     name: str
     place: tuple[Any, ...]
-    """File, line, function, source, FILE:FUNCTION of the caller; of a library's place also FILE:LINE of the script that
-    comes to it, and of what calls that."""
+    """File, line, function, source, FILE:FUNCTION of the caller, 1 for a library's, and the script's lines above it."""
     module: str
     arguments: tuple[str, ...]
     sources: tuple[int, ...]
@@ -70,16 +69,20 @@ class Call(NamedTuple):
 
     @property
     def where(self) -> str:
-        """FILE:LINE (source), the module, and of a library's call where the script comes to it."""
+        """FILE:LINE (source), the module, and where the script comes to it."""
         source = f" (`{self.place[3]}`)" if self.place[3] else ""
         inside = f" in module {self.module}" if self.module else ""
-        under = f", under {self.line}" if self.place[5:] else ""
+        under = f", called at {self._lines}" if self.place[6:] else ""
         return f"{self.place[0]}:{self.place[1]}{source}{inside}{under}"
 
     @property
     def line(self) -> str:
         """FILE:LINE that a user can change; of a library's call the lines of the script that come to it."""
-        return " → ".join(reversed(self.place[5:])) or f"{self.place[0]}:{self.place[1]}"
+        return self._lines if self.place[5:6] == (1,) and self.place[6:] else f"{self.place[0]}:{self.place[1]}"
+
+    @property
+    def _lines(self) -> str:
+        return " → ".join(reversed(self.place[6:] if self.place[5] else self.place[6:7]))
 
     def __str__(self) -> str:
         text = f"{self.name}({', '.join(self.arguments)})"

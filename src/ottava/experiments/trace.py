@@ -71,7 +71,7 @@ class _Place(NamedTuple):
     caller: CodeType | None
     """The function of the user's that called this one."""
     script: tuple[tuple[CodeType, int], ...] = ()
-    """Of a library's place: the innermost lines that are not installed, at most three."""
+    """The innermost lines above it that are not installed, at most three."""
 
 
 class _Noted(NamedTuple):
@@ -299,19 +299,18 @@ class Trace(Below):
                     return None
                 elif kind == COLLECTIVE:
                     collective = code.co_name
-            enough = user is not None and (len(script) == _LINES or not _installed(user[0]))
-            if caller is not None and module is not None and enough:
+            if caller is not None and module is not None and len(script) == _LINES:
                 break
             frame = frame.f_back
         if user is None:
             return None
-        return _Place(*user, caller, script[:_LINES] if _installed(user[0]) else ()), module, collective
+        return _Place(*user, caller, script[:_LINES]), module, collective
 
     # --- what is written ------------------------------------------------------------------------------------------
 
     def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
-        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller, and of a library's
-        place the script's lines], `modules`, and `calls`
+        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller, whether a library's
+        (1), and the script's lines above it], `modules`, and `calls`
         [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
         a call in a backward, 2 for one through which a backward may come, 3 for both]."""
         places: dict[_Place, int] = {}
@@ -332,7 +331,8 @@ def _source(place: _Place) -> list[Any]:
     text = linecache.getline(place.code.co_filename, place.line).strip()
     caller = "" if place.caller is None else f"{Path(place.caller.co_filename).name}:{place.caller.co_qualname}"
     lines = [f"{Path(code.co_filename).name}:{line}" for code, line in place.script]
-    return [Path(place.code.co_filename).name, place.line, place.code.co_qualname, text[:160], caller, *lines]
+    about = [place.code.co_qualname, text[:160], caller, int(_installed(place.code))]
+    return [Path(place.code.co_filename).name, place.line, *about, *lines]
 
 
 def _installed(code: CodeType) -> bool:
