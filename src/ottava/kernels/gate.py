@@ -101,9 +101,8 @@ def launched(*tensors: Tensor | None) -> None:
         TypeError: `refusal` refuses a tensor, or they are on several devices.
     """
     given = [x for x in tensors if x is not None]
-    for x in given:
-        if reason := refusal(x):
-            raise TypeError(f"ottava's Triton kernels read plain tensors; {reason}")
+    if given and (reason := refusal(*given)):
+        raise TypeError(f"ottava's Triton kernels read plain tensors; {reason}")
     if len(devices := {x.device for x in given}) > 1:
         raise TypeError(f"ottava's Triton kernels read one device; got tensors on {', '.join(map(str, devices))}")
 
