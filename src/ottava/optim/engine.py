@@ -180,27 +180,29 @@ class Engine(Optimizer):
     def _pieces(self, group: Mapping[str, Any], place: int, ran: Counter[str]) -> Iterator[tuple[WeightStore, Piece]]:
         """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
         kept = {one.name: one.storage(group).groups for one in self.states(group)}
-        for index, parameter in enumerate(group["params"], place):
-            whole = getattr(parameter, self.gradient, None)
-            if whole is None:
+        ready = []
+        for index, parameter in enumerate(group["params"]):
+            gradient = local(getattr(parameter, self.gradient, None))
+            if gradient is None:
                 continue
-            gradient = local(summed(parameter, whole))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
                 )
-            weight, state = local(parameter), self.state[parameter]
-            store = choose(weight, group)
-            known = self._prepare(parameter, store, group)
-            step = state["step"]
-            step += 1
+            store = choose(weight := local(parameter), group)
+            known, state = self._prepare(parameter, store, group), self.state[parameter]
+            ready.append((index, parameter, weight, store, known, state, local(state["step"])))
+        if ready:
+            torch._foreach_add_([step for *_, step in ready], 1)
+        for index, parameter, weight, store, known, state, step in ready:
+            gradient = local(summed(parameter, getattr(parameter, self.gradient)))
             masters = {key: local(state[key]) for key in store.keys}
             moments = {one: {name: local(state[one + name]) for name in names} for one, names in kept.items()}
             if store.keys:
                 if known and (group["capturable"] or not _holds(self._marks.get(parameter), parameter)):
                     self._follow(parameter, store, masters, look=not group["capturable"])
                 self._marks[parameter] = _mark(parameter)
-            piece = Piece(parameter, weight, gradient, step, masters, moments, _stream(group, index - place, index), 0)
+            piece = Piece(parameter, weight, gradient, step, masters, moments, _stream(group, index, place + index), 0)
             reason = self.fused(store, piece, group)
             ran["triton" if reason is None else f"foreach ({reason})"] += 1
             if reason is None:
