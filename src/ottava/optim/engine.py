@@ -107,9 +107,13 @@ class Engine(Optimizer):
         """The rule."""
         raise NotImplementedError
 
-    def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
-        """Updates a whole parameter by one kernel; or returns why not, and leaves it to `update`."""
+    def refuses(self, piece: Piece, group: Mapping[str, Any]) -> str | None:
+        """Why no kernel updates this whole parameter, so that `update` has to; None if `fused` does."""
         return "no kernel has this rule"
+
+    def fused(self, pieces: Sequence[Piece], group: Mapping[str, Any]) -> None:
+        """Updates whole parameters, which `refuses` has not refused, by a kernel of this rule."""
+        raise NotImplementedError
 
     def known_amax(self, index: int, piece: Piece, work: Work, group: Mapping[str, Any]) -> Tensor | None:
         """After an update: the largest magnitude that the weight of a piece can have, or None: nobody knows.
@@ -194,23 +198,28 @@ class Engine(Optimizer):
             ready.append((index, parameter, weight, store, known, state, local(state["step"])))
         if ready:
             torch._foreach_add_([step for *_, step in ready], 1)
+        whole = []
         for index, parameter, weight, store, known, state, step in ready:
             gradient = local(summed(parameter, getattr(parameter, self.gradient)))
             masters = {key: local(state[key]) for key in store.keys}
             moments = {one: {name: local(state[one + name]) for name in names} for one, names in kept.items()}
+            stream, looks = _stream(group, index, place + index), not group["capturable"]
+            piece = Piece(parameter, weight, gradient, step, masters, moments, stream, 0)
+            reason = self.refuses(piece, group)
             if store.keys:
-                if known and (group["capturable"] or not _holds(self._marks.get(parameter), parameter)):
-                    self._follow(parameter, store, masters, look=not group["capturable"])
+                written = not _holds(self._marks.get(parameter), parameter) if looks else reason is not None
+                if known and written:  # what nobody has to count a kernel follows by itself
+                    self._follow(parameter, store, masters, look=looks)
                 self._marks[parameter] = _mark(parameter)
-            piece = Piece(parameter, weight, gradient, step, masters, moments, _stream(group, index, place + index), 0)
-            reason = self.fused(store, piece, group)
             ran["triton" if reason is None else f"foreach ({reason})"] += 1
             if reason is None:
-                continue
-            if self.elementwise(group) and not store.whole and not _wide(store, piece) and _flat(piece):
+                whole.append(piece)
+            elif self.elementwise(group) and not store.whole and not _wide(store, piece) and _flat(piece):
                 yield from ((store, one) for one in _slices(piece, kept))
             else:
                 yield store, piece
+        if whole:
+            self.fused(whole, group)
 
     def _prepare(self, parameter: Tensor, store: WeightStore, group: Mapping[str, Any]) -> bool:
         """Makes missing parts of a parameter's state: at its first step, and after a state of another kind.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ottava.base.errors import need_type
 from ottava.kernels.triton import step as triton_step
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.optim.engine import BOUND, Engine, State, Work
-from ottava.optim.storage import Master, Moments, Piece, WeightStore
+from ottava.optim.storage import Master, Moments, Piece
 from ottava.weights.parameter import is_quantized_weight
 
 ADAMW_STATES = (State("exp_avg"), State("exp_avg_sq"))
@@ -39,13 +39,15 @@ class AdamW(Engine):
         amax_every: for FP8 weights with one scale. 1: each step looks for the largest magnitude that it casts. N: each
             Nth step looks for it, and the others take a bound (`bound.grow`), so they need not read the weight before
             they cast it. The bound is never below the magnitudes, and grows by up to 1.2 lr a step (betas 0.9, 0.95).
-        capturable: step counts lie on the parameters' device, and a step reads nothing back, for CUDA graphs.
+        capturable: step counts lie on the parameters' device, and a step reads nothing back, for CUDA graphs. A graph
+            keeps the addresses of weights and states: capture anew after a state is loaded.
     Raises:
         ValueError: an option is unknown or does not go with the parameters.
         TypeError: a parameter is complex or sparse.
     Edge cases: parameters without a gradient are left alone. A gradient with an infinity or NaN: see `step`.
-    On an NVIDIA GPU: one Triton kernel steps a parameter that is FP32, or BF16 with a master, if its moments are FP32
-        or BF16; torch's foreach operations step all others. `ran` says what the last step of each group ran, and why.
+    On an NVIDIA GPU: one launch of a Triton kernel steps up to 256 parameters that are FP32, or BF16 with a master, and
+        whose moments are FP32 or BF16; torch's foreach operations step all others. `ran` says what the last step of
+        each group ran, and why.
     Source: Loshchilov and Hutter, ICLR 2019; FP32 parameters with FP32 moments get the bits of
         torch.optim.AdamW(foreach=True).
 
@@ -101,18 +103,21 @@ class AdamW(Engine):
         """The running means."""
         return ADAMW_STATES
 
-    def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
-        """By `step_adamw`, for the storages that it takes."""
-        if group["capturable"] or isinstance(group["lr"], Tensor):
-            got = "capturable=True" if group["capturable"] else "lr as a tensor"
-            return f"triton: takes step and lr as numbers; got {got}"
-        extra = piece.state[store.keys[0]] if store.keys else None
-        moments = [piece.moments[one.name][""] for one in ADAMW_STATES]
-        reason = triton_step.supports_adamw(piece.weight, extra, piece.gradient, *moments)
-        if reason is None:
-            own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            triton_step.step_adamw(piece.weight, extra, piece.gradient, *moments, step=piece.step.item(), **own)
-        return reason
+    def refuses(self, piece: Piece, group: Mapping[str, Any]) -> str | None:
+        """As `supports_adamw` says of its storages."""
+        lr, scalars = group["lr"], [piece.step] if group["capturable"] else []
+        if isinstance(lr, Tensor):
+            if not scalars:
+                return "triton: takes lr as a number; got a tensor with capturable=False"
+            scalars.append(lr)
+        return triton_step.supports_adamw(*_tensors(piece), *scalars)
+
+    def fused(self, pieces: Sequence[Piece], group: Mapping[str, Any]) -> None:
+        """By `step_adamw`."""
+        steps = [piece.step if group["capturable"] else piece.step.item() for piece in pieces]
+        rows = [triton_step.TableRow(*_tensors(piece), step) for piece, step in zip(pieces, steps, strict=True)]
+        own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        triton_step.step_adamw(rows, vars(self).setdefault("_tables", triton_step.Tables()), **own)
 
     def known_amax(self, index: int, piece: Piece, work: Work, group: Mapping[str, Any]) -> Tensor | None:
         """A bound, or at each Nth step of `amax_every` the largest magnitude itself, of the FP32 numbers."""
@@ -131,6 +136,12 @@ class AdamW(Engine):
     def update(self, work: Work, group: Mapping[str, Any]) -> None:
         """As `update_adamw`."""
         update_adamw(work, group)
+
+
+def _tensors(piece: Piece) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """What a `TableRow` begins with."""
+    master, moments = next(iter(piece.state.values()), None), piece.moments
+    return piece.weight, master, piece.gradient, moments["exp_avg"][""], moments["exp_avg_sq"][""]
 
 
 def update_adamw(work: Work, group: Mapping[str, Any]) -> None:

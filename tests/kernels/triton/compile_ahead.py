@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 try:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -32,8 +34,7 @@ from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.rows import norm_launch
 from ottava.kernels.triton.statistics import statistics_launch
-from ottava.kernels.triton.step import LAUNCH as adamw_launch
-from ottava.kernels.triton.step import roll_launch
+from ottava.kernels.triton.step import adamw_launch, roll_launch
 from ottava.measure.tally import EXPONENT_BINS
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec
@@ -42,8 +43,9 @@ from ottava.recipe import RECIPES
 TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}
 TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
 TYPES |= {"statistics_ptr": "*fp32", "slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
-TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
-FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "decay", "share1", "beta2", "share2", "correction", "size")
+TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr", "table_ptr", "gradient_table_ptr"), "*i64")
+TYPES |= {"lr_ptr": "*fp32"} | dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
+FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "correction", "size")
 ALIGNED = (
     "count",
     "rows",
@@ -135,11 +137,12 @@ def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     back = {**whole, "dy_ptr": "*bf16", "dx_ptr": "*bf16", "d_gamma_ptr": "*fp32", "d_beta_ptr": None}
     del back["beta_ptr"]
     found["drmsnorm"] = (rows_device_code.norm_gradient_kernel, back)
-    plain = dict.fromkeys(("weight_ptr", "gradient_ptr", "mean_ptr", "square_ptr"), "*fp32") | {"extra_ptr": None}
-    split = dict.fromkeys(("gradient_ptr", "mean_ptr", "square_ptr"), "*bf16")
-    split |= {"weight_ptr": "*i16", "extra_ptr": "*i16"}
-    for name, types in (("adamw", plain), ("adamw, remainder", split)):
-        found[name] = (device_code.adamw_kernel, {**types, **adamw_launch})
+    wide, narrow, given = torch.float32, torch.bfloat16, {"lr_ptr": None}
+    kinds = {"adamw": (wide, None, wide, wide, wide), "adamw, remainder": (narrow, torch.int16, *[narrow] * 3)}
+    for name, types in kinds.items():
+        found[name] = (device_code.adamw_kernel, {**adamw_launch(types, 64, True), **given})
+        read = {"correction": None, "size": None}
+        found[f"{name}, read"] = (device_code.adamw_kernel, {**adamw_launch(types, 64, True), **read})
     found["roll"] = (device_code.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 
@@ -210,7 +213,7 @@ def figures(binary: Any, launch: Mapping[str, Any], capability: int) -> dict[str
 def chosen(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """The casts on every architecture; the rest on one, and a few of it on all."""
     every = launches(capability)
-    some = ("statistics", "roll", "adamw")
+    some = ("statistics", "roll", "adamw", "adamw, read", "adamw, remainder, read")
     return {name: one for name, one in every.items() if capability == 90 or name in some or is_cast(one)}
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 import triton
-from host_cost import install
-from torch import Tensor
+from host_cost import calls_of, install
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.kernels.triton import step as triton_step
 from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.optim import AdamW
 from ottava.recipe import RECIPES
 
 fake = install()
@@ -115,4 +118,31 @@ for bad in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64).c
     except TypeError:
         continue
     raise AssertionError(bad)
-print(json.dumps({"launches": len(kept), "kept": sum(kept)}))
+
+
+class Operators(TorchDispatchMode):
+    """Notes torch's own, which launch beside Triton."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":  # a profiler's marks are no launches
+            own.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def step_of_64(capturable: bool) -> dict[str, Any]:
+    """A warm step of AdamW: Python functions, launches of Triton and torch's operators. One size is odd."""
+    triton_step.supports_adamw = lambda *_: None
+    parameters = [nn.Parameter(torch.randn(64 + (one == 3)).bfloat16()) for one in range(64)]
+    optimizer = AdamW(parameters, master="fp32", capturable=capturable)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    calls = calls_of(optimizer.step)
+    own.clear()
+    with Operators():
+        optimizer.step()
+    return {"calls": calls, "launches": own}
+
+
+steps = [step_of_64(capturable) for capturable in (False, True)]
+print(json.dumps({"launches": len(kept), "kept": sum(kept), "adamw": steps}))

@@ -121,8 +121,8 @@ def statistics_round_the_error_as_a_cpu_does(found: Facts, capability: int) -> N
 
 def adamw_fuses_what_torch_fuses(found: Facts, capability: int) -> None:
     """lerp, addcmul and addcdiv have one multiply-add an element each; a thread has 8 elements."""
-    for name in {"adamw", "adamw, remainder"} & found.keys():
-        assert found[name]["fused"] == 3 * 8 or capability != 90
+    for name in found:
+        assert not name.startswith("adamw") or found[name]["fused"] == 3 * 8 or capability != 90
 
 
 def a_window_is_read_before_it_is_written(found: Facts, capability: int) -> None:

@@ -595,60 +595,99 @@ def statistics_kernel(
 
 
 @triton.jit
+def _power(base, exponent):
+    """base ** exponent in float64, by squaring; the relative error is below exponent * 2**-53."""
+    power = tl.full([], 1.0, tl.float64)
+    while exponent > 0:
+        power = tl.where(exponent % 2 == 1, power * base, power)
+        base = base * base
+        exponent = exponent // 2
+    return power
+
+
+@triton.jit
+def _elements(address_ptr, place, TYPE: tl.constexpr, EVEN: tl.constexpr):
+    """Pointers to elements of the tensor whose address lies at address_ptr."""
+    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(TYPE)) + place, 16 if EVEN else 1)
+
+
+@triton.jit
 def adamw_kernel(
-    weight_ptr,
-    extra_ptr,
-    gradient_ptr,
-    mean_ptr,
-    square_ptr,
-    count,
-    decay,
-    share1,
-    beta2,
-    share2,
+    table_ptr,
+    gradient_table_ptr,
+    lr_ptr,
     correction,
-    eps,
     size,
+    eps,
+    lr: tl.float64,
+    weight_decay: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    WEIGHT: tl.constexpr,
+    EXTRA: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MEAN: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A step of `count` elements. extra: None, an fp32 master of the weight, or the remainder of int16 weight bits.
+    """A step of up to ROWS parameters; `step._addresses` describes their tables.
 
-    share1, share2: 1 - beta; correction: sqrt(1 - beta2**t); size: -lr / (1 - beta1**t).
+    correction: sqrt(1 - beta2**t); size: -lr / (1 - beta1**t). If they are None, they are made of the step, which is
+    read, in float64 as the host does. EXTRA: the type of a master or, beside int16 weight bits, of their remainder, or
+    None. EVEN: addresses and counts are multiples of 16.
     """
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    square = tl.load(square_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    split: tl.constexpr = weight_ptr.dtype.element_ty == tl.int16
+    program = tl.program_id(0)
+    row = tl.sum((tl.load(table_ptr + tl.arange(0, ROWS)) <= program).to(tl.int32)) - 1
+    table_ptr += row
+    place = (program - tl.load(table_ptr)) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < tl.multiple_of(tl.load(table_ptr + ROWS), 16 if EVEN else 1)
+    weight_ptr = _elements(table_ptr + 2 * ROWS, place, WEIGHT, EVEN)
+    mean_ptr = _elements(table_ptr + 3 * ROWS, place, MEAN, EVEN)
+    square_ptr = _elements(table_ptr + 4 * ROWS, place, SQUARE, EVEN)
+    gradient_ptr = _elements(gradient_table_ptr + row, place, GRADIENT, EVEN)
+    gradient = tl.load(gradient_ptr, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr, mask=inside, other=0.0).to(tl.float32)
+    square = tl.load(square_ptr, mask=inside, other=0.0).to(tl.float32)
+    split: tl.constexpr = tl.int16 == WEIGHT
+    if EXTRA is not None:
+        extra_ptr = _elements(table_ptr + 5 * ROWS, place, EXTRA, EVEN)
     if split:
-        upper = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.int32) << 16
-        lower = tl.load(extra_ptr + place, mask=inside, other=0).to(tl.int32)
+        upper = tl.load(weight_ptr, mask=inside, other=0).to(tl.int32) << 16
+        lower = tl.load(extra_ptr, mask=inside, other=0).to(tl.int32)
         w = (upper + lower).to(tl.float32, bitcast=True)
         w = tl.where(w == w, w, upper.to(tl.float32, bitcast=True))  # a zero written over a negative remainder
-    elif extra_ptr is not None:
-        w = tl.load(extra_ptr + place, mask=inside, other=0.0)
-        stored = tl.load(weight_ptr + place, mask=inside, other=0.0)
+    elif EXTRA is not None:
+        w = tl.load(extra_ptr, mask=inside, other=0.0)
+        stored = tl.load(weight_ptr, mask=inside, other=0.0)
         w = tl.where(stored == w.to(stored.dtype), w, stored.to(tl.float32))  # else somebody has written the weight
     else:
-        w = tl.load(weight_ptr + place, mask=inside, other=0.0)
+        w = tl.load(weight_ptr, mask=inside, other=0.0)
 
-    w = w * decay
+    rate = tl.full([], lr, tl.float64) if lr_ptr is None else tl.load(lr_ptr).to(tl.float64)
+    beta1, beta2 = tl.full([], beta1, tl.float64), tl.full([], beta2, tl.float64)
+    share1, share2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
+    w = w * (1.0 - rate * weight_decay).to(tl.float32)
     zeros = tl.zeros_like(w)
     near = zeros + share1 < 0.5  # torch's lerp starts from the nearer end
     mean = tl.fma(tl.where(near, share1, share1 - 1.0), gradient - mean, tl.where(near, mean, gradient))
-    square = tl.fma(zeros + share2, gradient * gradient, square * beta2)
+    square = tl.fma(zeros + share2, gradient * gradient, square * beta2.to(tl.float32))
+    if correction is None:
+        step = tl.load(_elements(table_ptr + 6 * ROWS, 0, tl.float32, False)).to(tl.int32)
+        correction = tl.sqrt(1.0 - _power(beta2, step)).to(tl.float32)
+        size = (-(rate / (1.0 - _power(beta1, step)))).to(tl.float32)
     denominator = tl.math.div_rn(tl.sqrt_rn(square), zeros + correction) + eps
     w = tl.fma(zeros + size, tl.math.div_rn(mean, denominator), w)
 
-    tl.store(mean_ptr + place, mean.to(mean_ptr.dtype.element_ty), mask=inside)
-    tl.store(square_ptr + place, square.to(square_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr, mean.to(MEAN), mask=inside)
+    tl.store(square_ptr, square.to(SQUARE), mask=inside)
     if split:
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # the sum below would wrap with some NaNs
         upper = (bits + 0x8000) >> 16
-        tl.store(weight_ptr + place, upper.to(tl.int16), mask=inside)
-        tl.store(extra_ptr + place, (bits - (upper << 16)).to(tl.int16), mask=inside)
+        tl.store(weight_ptr, upper.to(tl.int16), mask=inside)
+        tl.store(extra_ptr, (bits - (upper << 16)).to(tl.int16), mask=inside)
     else:
-        tl.store(weight_ptr + place, w.to(weight_ptr.dtype.element_ty), mask=inside)
-        if extra_ptr is not None:
-            tl.store(extra_ptr + place, w, mask=inside)
+        tl.store(weight_ptr, w.to(WEIGHT), mask=inside)
+        if EXTRA is not None:
+            tl.store(extra_ptr, w, mask=inside)
