@@ -167,9 +167,9 @@ def graphed_step(
         ValueError: a sample that is not on a CUDA device or wants a gradient, or no warm-up; later, an argument that is
             not like its sample.
         RuntimeError: there is no GPU, or the step cannot be captured; the text says what such a step must not do.
-    Edge cases: a learning rate that a scheduler changes must be a tensor (AdamW(lr=torch.tensor(1e-3))): a number is
-        frozen in. Delayed and guarded scales move at each replay, `ScalingState.boundaries` and `take_amax` too. With
-        several micro-batches in the step, weights are cast once a replay.
+    Edge cases: a learning rate that a scheduler changes must be a tensor on the device, with AdamW(capturable=True): a
+        number is frozen in. Delayed and guarded scales move at each replay, `ScalingState.boundaries` and `take_amax`
+        too. With several micro-batches in the step, weights are cast once a replay.
 
     Example:
         >>> import ottava
