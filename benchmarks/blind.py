@@ -25,9 +25,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,31 @@ def retrained(folder: Path, case: dict[str, Any]) -> dict[str, Any] | None:
         came = retrain(Run.open(bad), offered[0], at / f"{case['name']}-cure", Run.open(good))
     except ValueError as error:
         return {**about, "why": str(error)}
-    return {**about, "trial": offered[0]["trial"], **asdict(came), "cured": came.cured}
+    about = {**about, "trial": offered[0]["trial"], **asdict(came), "cured": came.cured}
+    if came.cured is None:  # the complaint is what the script prints in its last line
+        cure = ["--config", str(at / f"{case['name']}-cure.yaml")]
+        script, ranks = folder / f"{case['name']}.py", int(case.get("ranks", 1))
+        about["printed"] = {w: printed(script, w, ranks) for w in ("bad", "good")} | {
+            "cure": printed(script, "bad", ranks, *cure)
+        }
+        came = replace(came, **about["printed"])
+    return {**about, "cured": bool(came.cured)}
+
+
+def printed(script: Path, word: str, ranks: int, *options: str) -> float:
+    """The number that a script prints last, under a watch with options; the watch takes no part in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", f"{folder}/run"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*command, *options, "--", str(script), word],
+            cwd=script.parent,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+    return float(next(line for line in reversed(done.stdout.splitlines()) if "final" in line).split()[-1])
 
 
 def laws() -> dict[str, str]:

@@ -34,6 +34,7 @@ from ottava.record.reader import Run
 
 _LAST = 10  # losses whose median is that of the end
 _GAP = 0.2  # of the distance to the good run that may remain
+_APART = 0.02  # of the good run's loss: runs that are nearer are not told apart by it
 
 
 class Cures:
@@ -157,17 +158,21 @@ class Retrained:
 
     @property
     def cured(self) -> bool | None:
-        """Whether four fifths of the gap to the good run are gone; None without one, unless the loss was not finite."""
+        """Whether four fifths of the gap to the good run are gone; None without a gap, unless a loss is not finite."""
         if not math.isfinite(self.cure):
             return False
         if math.isnan(self.good):
             return None if math.isfinite(self.bad) else True
         gap = self.bad - self.good
+        if gap <= _APART * abs(self.good):  # what the user complains about is another number
+            return None
         return self.cure <= self.good + _GAP * gap if math.isfinite(gap) else self.cure <= (1 + _GAP) * self.good
 
     def __str__(self) -> str:
         good = "" if math.isnan(self.good) else f", that of the good run {self.good:.4g}"
         cured = {None: "", True: " It cures.", False: " It does not cure."}[self.cured]
+        if self.cured is None and not math.isnan(self.good):
+            cured = " The loss does not tell the two runs apart, so it shows no cure."
         return f"Trained again with it: the loss at the end is {self.cure:.4g}, it was {self.bad:.4g}{good}.{cured}"
 
 
