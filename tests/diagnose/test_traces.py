@@ -310,7 +310,7 @@ def test_a_layer_that_casts_in_neither_run_hides_no_call(tmp_path: Path) -> None
     bad.manifest["layers"] = [*(bad.manifest.get("layers") or ()), {"name": "0.bias", "casts": {}, "package": "torch"}]
     found = parting(good, bad, values=True)
     assert found is not None
-    assert "in module 0 gets 5, in the good run 6" in found.sentence
+    assert ") gets 5, in the good run 6" in found.sentence
 
 
 def test_an_evaluation_that_is_given_other_numbers_is_told(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Call(NamedTuple):
         """FILE:LINE (source), the module, and where the script comes to it."""
         source = f" (`{self.place[3]}`)" if self.place[3] else ""
         inside = f" in module {self.module}" if self.module else ""
-        under = f", called at {self._lines}" if self.place[6:] else ""
+        under = f" (called at {self._lines})" if self.place[6:] else ""
         return f"{self.place[0]}:{self.place[1]}{source}{inside}{under}"
 
     @property

@@ -39,6 +39,8 @@ from ottava.prove.codes import (
 from ottava.recipe import get_recipe
 
 _TWO_LEVELS = (None, "truncate", "away", torch.bfloat16, torch.float16)
+_LOG2 = 2.0**-18
+"""What a logarithm to base 2 in FP32 may hide of an amax: half a unit at 64 to 128, times ln 2, rounded up."""
 _TINY = 1e-10
 """Below this amax libraries end the growth of a scale (torchao at 1e-12): a smaller scale is no error."""
 
@@ -138,7 +140,7 @@ def _slack(spec: QuantizationSpec) -> float:
 
 
 def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The amax of each block of x, its multiplier, and the ends of that where an E4M3 scale may round otherwise.
+    """The amax of each block of x, its multiplier, and the ends of that where a scale may round otherwise.
 
     Takes amax, exponent, scale_top and outer out of the knobs.
     """
@@ -147,6 +149,8 @@ def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tup
     amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
     asked, outer = (way.pop("scale_top", None), way.pop("exponent", None)), way.pop("outer", None)
     right = scale_inv_of(amax, spec, *asked, outer=outer)
+    if spec.scale_format == "pow2" and asked[1] is None:  # a log2 in FP32 takes an amax just above a threshold for it
+        return amax, right, scale_inv_of(amax * (1 - _LOG2), spec, *asked).minimum(right), right
     if spec.scale_format != "e4m3":
         return amax, right, right, right
     low, high = (scale_inv_of(amax, spec, *asked, by, outer) for by in (1 - SCALE_SLACK, 1 + SCALE_SLACK))
@@ -441,7 +445,7 @@ def cast_interval(
     ends = [x.double()] if off is None else [x - moved, x + moved]
     edges = [
         cast(end, scale, one, by)
-        for scale in (scales if spec.scale_format == "e4m3" else scales[:1])
+        for scale in (scales if spec.scale_format == "e4m3" or not torch.equal(scales[0], scales[1]) else scales[:1])
         for end in ends
         for by in (1 - slack, 1 + slack)
         for one in ways
