@@ -313,6 +313,37 @@ def test_a_layer_that_casts_in_neither_run_hides_no_call(tmp_path: Path) -> None
     assert ") gets 5, in the good run 6" in found.sentence
 
 
+def test_a_second_phase_is_traced_and_a_library_s_call_has_the_script_s_lines(tmp_path: Path) -> None:
+    """Its optimizer is new; the library scores by another way in the bad run's second phase."""
+    code = compile("def score(x, way):\n    return x.abs() if way else x.square()\n", "/x/site-packages/lib.py", "exec")
+    exec(code, library := {})
+
+    def scored(x: Tensor, way: bool) -> Tensor:
+        return library["score"](x, way).mean()  # type: ignore[operator]
+
+    def run(word: str) -> Facts:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        with ottava.watch(model, tmp_path / word):
+            for phase in range(2):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                for _ in range(30):
+                    scored(model(torch.randn(16, 8)), phase == 1 and word == "bad").backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return Facts(Run.open(tmp_path / word))
+
+    good, bad = run("good"), run("bad")
+    assert {line["step"] for line in bad.run.trace} >= {1, 2, 32, 33}
+    found = parting(good, bad, values=True)
+    assert found is not None
+    assert found.step == 32
+    assert "calls `abs(f32[16, 1])` at lib.py:2" in found.sentence
+    lines = [f"test_traces.py:{line}" for line in (331, 322)]
+    assert found.place.endswith(" → ".join(lines))
+    assert f"(called at {found.place})" in found.sentence
+
+
 def test_an_evaluation_that_is_given_other_numbers_is_told(tmp_path: Path) -> None:
     """No loss of the training shows it."""
 

@@ -115,6 +115,21 @@ def test_a_block_with_nan_has_no_right_scale() -> None:
     assert certify(KernelAdapter("here", cast, "cast", {"recipe": "rowwise", "operand": "x"}), count=64).good
 
 
+@pytest.mark.parametrize(("nudge", "good"), ((1.0, True), (1 - 2.0**-16, False)), ids=("log2", "further"))
+def test_an_amax_that_log2_takes_for_a_threshold_may_count_as_that(nudge: float, good: bool) -> None:
+    """torchao's rule: floor(log2(448 / amax)) in FP32; amaxes further above a threshold must not."""
+
+    def cast(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+        spec = spec_of("rowwise")
+        amax = judge.block_amax(x, spec.granularity)
+        known = (amax > 0) & amax.isfinite()
+        scale = torch.where(known, torch.exp2(torch.log2((448 / (nudge * amax)).float()).floor().clamp(max=127)), 1.0)
+        codes = rounding.encode(on_grid(x.double() * scale, E4M3).float(), E4M3)
+        return codes, judge.stored(1 / scale, spec)
+
+    assert certify(KernelAdapter("here", cast, "cast", {"recipe": "rowwise", "operand": "x"}), count=100).good is good
+
+
 def gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
     lhs, rhs = judge.gemm_specs({"recipe": "blockwise_fp32"})
     return out.copy_(judge.decoded(a, scale_a, lhs) @ judge.decoded(b, scale_b, rhs).t())

@@ -119,7 +119,7 @@ def test_parameters_that_nobody_held_move(tmp_path: Path) -> None:
 
 def test_cured_is_four_fifths_of_the_gap() -> None:
     cases = {(10.0, 1.5, 1.0): True, (10.0, 5.0, 1.0): False, (INF, 1.1, 1.0): True, (10.0, INF, 1.0): False}
-    cases |= {(10.0, 5.0, NAN): None, (INF, 5.0, NAN): True}  # type: ignore[dict-item]
+    cases |= {(10.0, 5.0, NAN): None, (INF, 5.0, NAN): True, (10.0, 10.1, 9.9): None}  # type: ignore[dict-item]
     assert {key: Retrained(*key).cured for key in cases} == cases
 
 

@@ -238,8 +238,9 @@ def _answers(
     placed = [*(f for _, f in lead if f.id in _OF_CASTS), *placed]
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
-    # casts that were tried only after the event may suffer from what made it
-    after = happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
+    # casts that were tried only after the event may suffer from what made it; a flat loss has left nothing
+    left = happened is not None and happened.kind != "flat"
+    after = left and happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
     known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
     if happened is not None and after and trial.part == "guilty" and known:
         trial = behind(facts, happened.step, trial)
