@@ -177,7 +177,8 @@ def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
         f"elements. They are small, and {some(scaled)} would move them as far as others."
     )
     place = sites or [{"layer": hurt.layer}]
-    return Trial("guilty", (said,), int(last["step"]), place=tuple(place), hurts="tensor")
+    first = next(e for e, x in zip(shadows, lost, strict=True) if x > _GONE)  # from which on they do it
+    return Trial("guilty", (said,), int(first["step"]), place=tuple(place), hurts="tensor")
 
 
 def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
