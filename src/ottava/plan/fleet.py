@@ -136,7 +136,6 @@ def predict(
     *,
     tokens: int,
     device: Device | None = None,
-    fabric: Fabric | None = None,
     stream: int = 2,
     logits: int = 0,
 ) -> Fleet:
@@ -150,7 +149,7 @@ def predict(
     Raises:
         ValueError: the model has no linear layers.
     """
-    device, fabric = device or Device(), fabric or Fabric()
+    device, fabric = device or Device(), Fabric()
     layers = quantized_layers(model)
     if not layers:
         raise ValueError("plan: the model has no linear layers that ottava runs; needs some")
