@@ -677,9 +677,7 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def quantized_weight(
-    values: Tensor, spec: QuantizationSpec, *, keep_high_precision: bool = False, requires_grad: bool = False
-) -> QuantizedWeight:
+def quantized_weight(values: Tensor, spec: QuantizationSpec, *, keep_high_precision: bool = False) -> QuantizedWeight:
     """A weight with these numbers, stored only as codes and scales.
 
     Args:
@@ -702,7 +700,7 @@ def quantized_weight(
     weight.requantize_(values)
     if keep_high_precision:
         weight.high_precision = _kept(values)
-    return weight.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return weight
 
 
 def _kept(values: Tensor) -> Tensor:
