@@ -3,9 +3,9 @@
     python benchmarks/host_cost.py [--recipes tensorwise rowwise delayed] [--rounds 9]
 
 Kernels are compiled for sm_90 and their launches go to the fake, which runs nothing; memory is the CPU's. Casts, doors,
-plans, autograd and torch's own launches are the real ones. GEMMs are torch's on a CPU, of 16 x 16 x 16. Times are CPU
-time of a warm forward and backward, the smallest of the rounds; calls are Python's, of anybody. What the fake leaves
-out: the C of Triton's launcher, and CUDA's.
+plans, autograd and torch's own launches are the real ones. GEMMs are torch's on a CPU, of 16 x 16 x 16: what those
+calls alone take is `gemms`, which no GPU waits for. Times are CPU time of a warm forward and backward, the smallest of
+the rounds; calls are Python's, of anybody. What the fake leaves out: the C of Triton's launcher, and CUDA's.
 """
 
 from __future__ import annotations
@@ -116,6 +116,28 @@ def step_of(recipe: str) -> Callable[[], None]:
     return step
 
 
+def gemms_of(step: Callable[[], None]) -> Callable[[], None]:
+    """The scaled GEMMs of a step alone, with its operands."""
+    given: list[tuple[Any, ...]] = []
+    real = torch._scaled_mm_v2
+
+    def noted(*args: Any) -> Tensor:
+        given.append(args)
+        return real(*args)
+
+    torch._scaled_mm_v2 = noted
+    try:
+        step()
+    finally:
+        torch._scaled_mm_v2 = real
+
+    def run() -> None:
+        for args in given:
+            real(*args)
+
+    return run
+
+
 def calls_of(step: Callable[[], None]) -> int:
     """Python functions that a step calls."""
     count = 0
@@ -140,6 +162,9 @@ def main() -> None:
     args = parser.parse_args()
     fake = install()
     steps = {name: step_of(name) for name in ("torch", *args.recipes)}
+    for step in [*steps.values()]:
+        step()  # a plan is made for its second call
+    steps |= {f"gemms of {name}": gemms_of(step) for name, step in steps.items()}
     best = dict.fromkeys(steps, float("inf"))
     for turn in range(1 + args.rounds):  # the first warms up; all take turns, so that load on the machine slows all
         for name, step in steps.items():
@@ -149,11 +174,12 @@ def main() -> None:
                 step()
             if turn:
                 best[name] = min(best[name], (time.process_time() - start) / STEPS)
-    for name, step in steps.items():
-        calls = calls_of(step)
+    for name in ("torch", *args.recipes):
+        calls = calls_of(step := steps[name])
         fake.launched.clear()
         step()
         row = {"layer": name, "cpu_microseconds": round(1e6 * best[name], 1), "times_torch": best[name] / best["torch"]}
+        row["gemms_microseconds"] = round(1e6 * best[f"gemms of {name}"], 1)
         print(json.dumps(row | {"python_calls": calls, "triton_launches": len(fake.launched)}))
 
 

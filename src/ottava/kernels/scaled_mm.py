@@ -167,6 +167,7 @@ def plan_gemm(
     whole = kind == ScalingType.TensorWise or (len(a.scale_inv), len(b.scale_inv)) == (a.shape[0], b.shape[0])
     contiguous = a.data.is_contiguous() and b.data.is_contiguous()
     direct = whole and contiguous and not _has_blocks(a) and not _is_mx(a) and not padding(a, b)
+    kinds = [kind.value]
 
     def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(device):  # torch's emulation on a CPU would multiply in BF16
@@ -174,8 +175,11 @@ def plan_gemm(
                 return run(a, b, bias)
         if not direct:
             return gemm(a, b, out_dtype, bias, fast_accum)
-        ready = a.data, b.data.t(), a.scale_inv, kind, b.scale_inv.t(), kind
-        return nn.functional.scaled_mm(*ready, bias=bias, output_dtype=out_dtype, use_fast_accum=fast_accum)
+        # what nn.functional.scaled_mm calls behind 17 calls of Python
+        scale_a, scale_b = [a.scale_inv], [b.scale_inv.t()]
+        return torch._scaled_mm_v2(
+            a.data, b.data.t(), scale_a, kinds, [], scale_b, kinds, [], bias, out_dtype, (), fast_accum
+        )
 
     return run
 
