@@ -237,22 +237,10 @@ def _heads() -> Iterator[Fault]:
             if said:
                 yield Fault(f"{word} of another place", f"The {word} of {' and '.join(sides)} that is read is {said}", ("attention",), changed(**dict.fromkeys(sides, partial(_along, dim, index))))
 
-def _two(one: Fault, two: Fault) -> Fault:
-    """Both at once, where they turn different knobs."""
-    def knobs(call: Asked) -> dict[str, Any] | None:
-        first = one.knobs(call)
-        then = None if first is None else two.knobs(call._replace(inputs=first.get("inputs", call.inputs), what=first.get("what", call.what)))
-        if first is None or then is None:
-            return None
-        if both := (first.keys() & then.keys()) - {"inputs", "what", "fault"}:
-            return None if any(first[key] != then[key] for key in both) else first | then
-        return first | then | ({"fault": (*first["fault"], *then["fault"])} if "fault" in first and "fault" in then else {})
-    return Fault(f"{one.name}, {two.name}", f"{one.sentence}. {two.sentence}", one.kinds, knobs)
-
 def _steps() -> Iterator[Fault]:
     """Two faults of an optimizer at once."""
-    plain = [Fault(name, said, ("optimizer",), always(fault=(name,))) for name, said in OPTIMIZERS]
-    yield from (_two(one, two) for one, two in combinations(plain, 2))
+    for (one, said), (two, more) in combinations(OPTIMIZERS, 2):
+        yield Fault(f"{one}, {two}", f"{said}. {more}", ("optimizer",), always(fault=(one, two)))
 
 def factored(kind: str) -> Iterator[Fault]:
     """What factors give for a kind of kernel where one alone gives nothing."""
