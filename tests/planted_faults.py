@@ -288,7 +288,7 @@ def layers() -> Iterator[Planted]:
         ("o times 0", (0, None, 0.0)),
     ):
         yield "attention", {"causal": True}, name, partial(attention, *arguments)
-    yield "attention", {"causal": True}, "backward without the causal mask", unmasked_backward
+    yield "attention", {"causal": True}, "backward unlike the forward", unmasked_backward
     for fault in ("no bias correction", "decay coupled", "eps under the root", "step stays 1", "no decay"):
         yield "optimizer", {"lr": 1e-2, "weight_decay": 0.1}, fault, partial(stepped, fault)
 
