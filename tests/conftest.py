@@ -87,6 +87,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _errors_of_a_watch_are_seen() -> None:
+    """A user's training outlives them; a test must not."""
+    from ottava.watching.session import Watch
+
+    Watch.OWN = ()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Sums in one order on every machine; and small tensors on many threads only wait for each other. Again before

@@ -104,6 +104,14 @@ def test_what_an_output_depends_on_is_tried() -> None:
         assert tuple(found[kind] for kind in kinds) == wanted, (model, found)
 
 
+def test_a_state_that_is_carried_along_is_no_place_in_the_batch() -> None:
+    """Samples lie along its second dimension, so it stays as it is when they come in another order."""
+    model, x = nn.LSTM(8, 8, batch_first=True), torch.randn(6, 5, 8)
+    assert tried(model, x)["by_place"] is False
+    found = tried(model, x, (torch.randn(1, 6, 8), torch.randn(1, 6, 8)))  # type: ignore[arg-type]
+    assert (found["mixes"], found["by_place"]) == (False, None)
+
+
 class Padded(nn.Module):
     """An encoder whose mask is True at padding, or by mistake at tokens; made outside of it, or inside."""
 

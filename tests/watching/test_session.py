@@ -21,6 +21,7 @@ from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
 from ottava.watching.config import WatchConfig
 from ottava.watching.session import Watch, watch
+from ottava.watching.training import TrainingTap
 
 Batch = Callable[[int], Tensor]
 
@@ -572,3 +573,49 @@ def test_a_loop_that_stops_at_nan_before_its_backward_is_no_run_without_a_fault(
     assert run.manifest.get("unfinished") == ({"step": 9, "what": kept} if kept else None)
     assert (f"before a backward: its {kept} is not finite" in answer.sentence) == bool(kept)
     assert answer.event == ("The loss is not finite from step 9 on." if kept else "")
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("recipe", (None, "delayed", "nvfp4"), ids=str)
+def test_another_default_dtype_changes_nothing_of_a_watch(
+    tmp_path: Path, dtype: torch.dtype, recipe: str | None
+) -> None:
+    """torch.set_default_dtype, as models of another precision are made: the watch's own numbers stay FP32."""
+    torch.set_default_dtype(dtype)
+    try:
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+        if recipe is not None:
+            ottava.convert(model, recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with ottava.watch(model, tmp_path):
+            for _ in range(12):
+                nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(8, (32,))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run = Run.open(tmp_path)
+    assert run.manifest["ended"] == "closed"
+    assert len(run.steps["step"]) == 12
+    assert not any(event["kind"] == "refused" for event in run.events)
+
+
+def test_a_training_outlives_an_error_of_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("index_add_(): another dtype")
+
+    monkeypatch.setattr(Watch, "OWN", (RuntimeError,))
+    monkeypatch.setattr(TrainingTap, "_note_restart", broken)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path):
+        for _ in range(3):
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = Run.open(tmp_path)
+    assert run.manifest["ended"].startswith(
+        "the watch failed: RuntimeError: index_add_(): another dtype (test_session.py"
+    )
+    assert "the training goes on" in str(run.events)
+    assert not model._forward_hooks

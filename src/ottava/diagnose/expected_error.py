@@ -164,7 +164,7 @@ def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
 def _top_of_largest(amax: Array, spec: QuantizationSpec) -> Array:
     """(rows,): the largest element of a tensor times its scale."""
     if spec.scale_format == "e4m3":
-        exact = torch.tensor([math.ldexp(E4M3.max, -spec.margin)])
+        exact = torch.tensor([math.ldexp(E4M3.max, -spec.margin)], dtype=torch.float32)
         rounded = round_to_format(exact, E4M3)
         return np.full(len(amax), spec.format.max * float(exact / rounded))
     return amax * current_scale(amax, spec)

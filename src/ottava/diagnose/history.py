@@ -173,7 +173,7 @@ def predict_scales(recording: Recording, setting: Setting) -> Tensor:
         >>> predict_scales(Recording.of({"fc1.input": ("E4M3", [1.0, 0.0, 2.0, 1.0])}), Setting(16)).t()
         tensor([[448.,   0., 448., 224.]])
     """
-    scales = torch.zeros(len(recording.tensors), len(recording.steps))
+    scales = torch.zeros(len(recording.tensors), len(recording.steps), dtype=torch.float32)
     for kind in _casts(recording):
         used = torch.where(kind.amax > 0, _predict(setting, kind)[0], 0.0)
         scales[kind.rows] = torch.zeros_like(used).scatter(1, kind.step, used)

@@ -149,7 +149,7 @@ class OttavaCallback(TrainerCallback):
 
 def _any_rank(wanted: bool, device: torch.device) -> bool:
     """Whether any process wants it: one that stops alone would leave the others waiting."""
-    return float(reduce(torch.tensor(float(wanted), device=device), "sum")) > 0
+    return float(reduce(torch.tensor(float(wanted), dtype=torch.float32, device=device), "sum")) > 0
 
 
 def _folder(folder: Path, step: int) -> tuple[Path, bool]:

@@ -174,7 +174,7 @@ class Exact(TorchDispatchMode):
         if storage._cdata not in self._cast:
             whole = codes.new_empty(0).set_(storage).float() if codes.dtype in NARROW else None
             if whole is None:
-                whole = torch.zeros(storage.nbytes(), device=codes.device)
+                whole = torch.zeros(storage.nbytes(), dtype=torch.float32, device=codes.device)
             self._cast[storage._cdata] = storage, whole
         view = self._numbers(codes)
         assert view is not None

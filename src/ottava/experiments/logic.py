@@ -323,6 +323,9 @@ def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
     mixes = moved(lambda x: torch.cat([x[: len(x) - len(x) // 2], far(first(x))]), first)
     if mixes is not False or moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last) is not False:
         return None if mixes and square else mixes, None
+    # what has its samples along another dimension, as the state of an RNN, would stay as it is
+    if any(len(main) in x.shape[1:] and len(x) != len(main) for x in inputs if x.dim()):
+        return mixes, None
     return mixes, moved(_turned, _turned, again=lambda x: x)
 
 

@@ -66,7 +66,7 @@ def gemm(
     k = a.shape[1]
     accumulator, inside = instruction(a.spec, b.spec, accumulator)
     # what the accumulator begins with: (M, N), zeros without c
-    start = torch.zeros(a.shape[0], b.shape[0], device=a.device) if c is None else c
+    start = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if c is None else c
     if inside:
         (lhs, lhs_exp, of_a), (rhs, rhs_exp, of_b) = (_scaled(side, accumulator) for side in (a, b))
         # c stands outside of the scales of the tensors, so it goes in divided by them, and comes out multiplied

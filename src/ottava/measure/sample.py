@@ -134,7 +134,7 @@ def sampled(
     if step == 1 or not blocks:
         return look._replace(x=take_bands(x, bands, dtype), cast=cast)
     if native_sample.supports_take(x) is None:
-        whole, squares = x, torch.empty(len(bands), -(-x.shape[1] // BAND_ROWS))
+        whole, squares = x, torch.empty(len(bands), -(-x.shape[1] // BAND_ROWS), dtype=torch.float32)
         x = native_sample.take(x, bands, squares)
         if dtype not in (None, x.dtype):  # rounding keeps the order of numbers
             x, squares = x.to(dtype), squares.to(dtype).to(torch.float32)

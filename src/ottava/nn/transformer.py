@@ -188,7 +188,7 @@ class TransformerLayer(nn.Module):
         if not (self.drop_path and self.training):
             return branch
         shape = [branch.shape[d] if d == self.batch_dim else 1 for d in range(branch.dim())]
-        stays = torch.rand(shape, device=branch.device) >= self.drop_path
+        stays = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path
         # a chance of 1 divides by nothing: the gradient of what is left out would be 0 * infinity
         return torch.where(stays, branch / ((1 - self.drop_path) or 1.0), 0.0)
 

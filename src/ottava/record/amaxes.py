@@ -273,7 +273,7 @@ def read_series(run_dir: Path | str) -> Recording:
             raise RecordingError(f"{path}: line {number} has an amax that is negative or not finite")
         steps.append(step)
         rows.append(row)
-    amax = torch.stack(rows) if rows else torch.zeros(0, len(tensors))
+    amax = torch.stack(rows) if rows else torch.zeros(0, len(tensors), dtype=torch.float32)
     return Recording(tuple(tensors), tuple(steps), amax)
 
 

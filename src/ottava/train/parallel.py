@@ -249,7 +249,7 @@ class Pipeline:
         losses: list[Tensor] = []
         first = (inputs.contiguous(),) if self.first else ()  # torch 2.11 compares strides
         through(*first, target=targets if self.last else None, losses=losses if self.last else None)
-        return _mean(losses) if self.last else torch.zeros((), device=self.ranks.device)
+        return _mean(losses) if self.last else torch.zeros((), dtype=torch.float32, device=self.ranks.device)
 
 
 class Stage(nn.Module):

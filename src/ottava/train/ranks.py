@@ -165,7 +165,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True in one of the processes."""
-        return self.sum(torch.tensor(float(flag))) > 0
+        return self.sum(torch.tensor(float(flag), dtype=torch.float32)) > 0
 
     def sum(self, value: Tensor) -> float:
         """The sum over all processes, in double precision: the order of ordinary losses then changes no bit."""

@@ -213,7 +213,11 @@ def _add(numbers: dict[str, Tensor], kind: str, new: Tensor) -> None:
 def _batch(x: Tensor) -> Tensor:
     """[hash, infinities and NaN] of a tensor, fp32 (2,)."""
     flat = x.reshape(-1)[:: -(-x.numel() // _HASHED)]
-    broken = _broken(x, flat.to(torch.float32)) if x.is_floating_point() else torch.zeros((), device=x.device)
+    broken = (
+        _broken(x, flat.to(torch.float32))
+        if x.is_floating_point()
+        else torch.zeros((), dtype=torch.float32, device=x.device)
+    )
     return torch.stack([_hashed(flat), broken.to(torch.float32)])
 
 
@@ -243,7 +247,7 @@ def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor], places: tup
 
     Zeros where no input is a batch of sequences at least as long as the labels.
     """
-    best = torch.zeros(4, device=labels.device)
+    best = torch.zeros(4, dtype=torch.float32, device=labels.device)
     for ids in inputs:
         if ids.dim() != 2 or ids.shape[1] < _SEQUENCE or ids.device != labels.device or ids.dtype == torch.bool:
             continue

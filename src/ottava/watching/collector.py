@@ -341,8 +341,8 @@ def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:
 
 def _light(noted: list[tuple[SlotKey, Tensor, Tensor | None]]) -> Light:
     if not noted:
-        return Light((), torch.empty(0), torch.empty(0))
-    unknown = torch.full((), math.nan, device=noted[0][1].device)
+        return Light((), *torch.empty(2, 0, dtype=torch.float32))
+    unknown = torch.full((), math.nan, dtype=torch.float32, device=noted[0][1].device)
     amax = torch.stack([extent.to(unknown.device) for _, extent, _ in noted])[:, 0].to(torch.float32)
     if all(scale is None for _, _, scale in noted):
         return Light(tuple(key for key, _, _ in noted), amax, unknown.expand(len(noted)))

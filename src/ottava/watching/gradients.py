@@ -125,7 +125,7 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 def _joined(norms: Sequence[Tensor], scale: Any) -> Tensor:
     """fp32 (1,): the norm of all, without a factor in them."""
     if not norms:
-        return torch.zeros(1)
+        return torch.zeros(1, dtype=torch.float32)
     device = norms[0].device
     whole: Tensor = (
         torch.stack([x if x.device == device else x.to(device) for x in norms]).norm().to(torch.float32).reshape(1)

@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,9 @@ class Watch:
         read: brings a step's numbers to the host.
     """
 
+    OWN: tuple[type[Exception], ...] = (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError)
+    """Errors in a hook that end the watch alone. Others are meant: a setting that fits nothing, a full disk."""
+
     def __init__(
         self,
         model: nn.Module | None,
@@ -184,8 +188,8 @@ class Watch:
         self._stance: Any = None
         self._closed = False
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
+            register_optimizer_step_pre_hook(self._outlived(self._before_optimizer)),
+            register_optimizer_step_post_hook(self._outlived(self._after_optimizer)),
         ]
         self.cures = self._make_cures() if config.cure is not None else None
         self.losses.attach()
@@ -342,6 +346,26 @@ class Watch:
 
     # --- calls from the taps --------------------------------------------------------------------------------------
 
+    def _outlived(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook; an error that nobody raised on purpose ends the watch, and the training goes on."""
+
+        def run(*given: Any) -> Any:
+            try:
+                return hook(*given)
+            except self.OWN as error:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+                step = self.steps_done + 1
+                self._warn(f"an error of the watch's own ended it in step {step}, and the training goes on: {why}")
+                try:
+                    self.close(f"the watch failed: {why}")
+                except self.OWN:  # it holds on to nothing, whatever else is broken
+                    for one in self._hooks:
+                        one.remove()
+                return None
+
+        return run
+
     def _warn(self, text: str) -> None:
         _LOG.warning("watch: %s", text)
         self.writer.event(self.steps_done, "warning", text=text)
@@ -349,7 +373,11 @@ class Watch:
     def _saw_loss(self, loss: Tensor, share: Share) -> None:
         self._active = True
         self._loss_parts.append(loss.detach().to(torch.float32))
-        known = share if isinstance(share, Tensor) else torch.tensor(math.nan if share is None else share)
+        known = (
+            share
+            if isinstance(share, Tensor)
+            else torch.tensor(math.nan if share is None else share, dtype=torch.float32)
+        )
         self._loss_parts.append(known.detach().to(torch.float32))
 
     def _learned(self) -> None:
@@ -500,7 +528,9 @@ class Watch:
         """Keeps the loss of a step that is not looked at."""
         facts = self.training.skip()
         numbers = {"seconds": entered - self._step_started} | self._logged
-        reading = self._read([none := torch.zeros(0), none, *facts.numbers.values(), *self._loss_parts])
+        reading = self._read(
+            [none := torch.zeros(0, dtype=torch.float32), none, *facts.numbers.values(), *self._loss_parts]
+        )
         self._loss_parts, self._logged = [], {}
         self._ended.append(Ended(self.steps_done, numbers, self._nothing, (), reading, False, facts))
         self._settle(wait=False)

@@ -280,7 +280,9 @@ class TrainingTap:
                 mine = {id(p) for _, p in self._parameters()}
                 held = [[p for p in stepped_by(o) if id(p) in mine] for o in recent]
             found = [_left(some) for some in held] if all(held) else []
-            self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
+            self._numbers["kept_gradient"] = (
+                torch.stack(found).amin().reshape(1) if found else torch.zeros(1, dtype=torch.float32)
+            )
         self.batches.backward(roots if self._hashes else ())
 
     def backward_ended(self, scale: Tensor | None = None) -> None:
@@ -576,7 +578,11 @@ def _left(parameters: Sequence[Tensor]) -> Tensor:
         for p in sorted(parameters, key=Tensor.numel)[:_CHECKED]
         if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()
     ]
-    return torch.stack([g.detach().abs().amax().float() for g in left]).amax() if left else torch.zeros(())
+    return (
+        torch.stack([g.detach().abs().amax().float() for g in left]).amax()
+        if left
+        else torch.zeros((), dtype=torch.float32)
+    )
 
 
 def _samples(parameters: Sequence[Tensor], most: int = _SAMPLED) -> Tensor:
@@ -593,7 +599,7 @@ def _mean(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     sizes = [len(range(0, n, -(-n // _SAMPLED))) for n in (plain(p)[0].numel() for p in parameters)]  # type: ignore[union-attr]
     count = torch.tensor(sizes, device=values.device)
     of = torch.repeat_interleave(torch.arange(len(sizes), device=values.device), count)
-    return torch.zeros(len(sizes), device=values.device).index_add_(0, of, values.to(torch.float32)) / count
+    return torch.zeros(len(sizes), dtype=torch.float32, device=values.device).index_add_(0, of, values.float()) / count
 
 
 def _moved(parameters: Sequence[Tensor], before: Tensor, after: Tensor, written: Tensor | None) -> Tensor:

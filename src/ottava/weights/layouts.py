@@ -112,7 +112,7 @@ class Layout:
         if self.scale_dtype == "e4m3":
             return tensor_scale(casts)
         scales = {float(cast.scale_inv) for cast in casts}
-        return torch.tensor(scales.pop()) if len(scales) == 1 else None
+        return torch.tensor(scales.pop(), dtype=torch.float32) if len(scales) == 1 else None
 
     def tensors(self, cast: QuantizedTensor, common: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors of a weight by their own names.
@@ -234,10 +234,10 @@ def tensor_scale(casts: Sequence[QuantizedTensor]) -> Tensor | None:
     """
     products = torch.cat([cast.scale_inv.cpu()[_used(cast)] for cast in casts]).unique()
     if not products.numel():
-        return torch.ones(())
+        return torch.ones((), dtype=torch.float32)
     for block in code_values(E4M3)[1:127].flip(0):  # 448 and down
         near = block / products[-1]
-        for encode in (near, near.nextafter(torch.zeros(())), near.nextafter(torch.full((), torch.inf))):
+        for encode in (near, near.nextafter(0 * near), near.nextafter(near.new_tensor(torch.inf))):
             tensor = encode.reciprocal()
             if torch.equal(round_to_format(products / tensor, E4M3) * tensor, products):
                 return torch.as_tensor(encode)

@@ -277,7 +277,9 @@ def _erfinv_(func: Any, weight: QuantizedWeight) -> QuantizedWeight:
     if weight.uniform is None:
         return refuse(func, weight)  # type: ignore[no-any-return]
     args, settings = weight.uniform
-    weight.requantize_(func(torch.empty(weight.shape, device=weight.device).uniform_(*args, **settings)))
+    weight.requantize_(
+        func(torch.empty(weight.shape, dtype=torch.float32, device=weight.device).uniform_(*args, **settings))
+    )
     return weight
 
 
@@ -291,7 +293,7 @@ def _change_(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) ->
 
 
 def _eye(func: Any, *size: int, out: QuantizedWeight, **settings: Any) -> QuantizedWeight:
-    out.requantize_(torch.eye(*size, device=out.device))
+    out.requantize_(torch.eye(*size, dtype=torch.float32, device=out.device))
     return out
 
 

@@ -302,7 +302,7 @@ class BatchInvariant:
 
 def multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
     """(M, K), (N, K) in bf16 -> (M, N) in fp32, batch invariant."""
-    one = torch.ones(1, 1)
+    one = torch.ones(1, 1, dtype=torch.float32)
     first, second = Dense(a, one), Dense(b, one)
     y: Tensor = plan_gemm(first, second, torch.float32, None)(first, second, None)
     return y
