@@ -19,6 +19,7 @@ import warm
 from ottava.base.settings import ConfigError
 from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
+from ottava.watching.collector import Collector
 from ottava.watching.config import WatchConfig
 from ottava.watching.session import Watch, watch
 from ottava.watching.training import TrainingTap
@@ -600,12 +601,19 @@ def test_another_default_dtype_changes_nothing_of_a_watch(
     assert not any(event["kind"] == "refused" for event in run.events)
 
 
-def test_a_training_outlives_an_error_of_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+@pytest.mark.parametrize(
+    ("room", "name"),
+    ((TrainingTap, "_note_restart"), (Collector, "simulate"), (Watch, "_saw_loss"), (Watch, "_end_step")),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_training_outlives_an_error_of_its_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: type, name: str
+) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("index_add_(): another dtype")
 
     monkeypatch.setattr(Watch, "OWN", (RuntimeError,))
-    monkeypatch.setattr(TrainingTap, "_note_restart", broken)
+    monkeypatch.setattr(room, name, broken)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ottava.watch(model, tmp_path):

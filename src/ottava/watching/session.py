@@ -145,6 +145,8 @@ class Watch:
         self._weights: dict[str, str] = self.writer.manifest.get("weights") or {}  # those before the first step
         if append and step > 0:
             self.writer.event(step, "resumed")
+        self._failed = ""
+        """The watch's own error, which has ended it."""
         self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
         self.jumps = Jumps()
         self.dumps = DumpPlan(config.dump, self.writer)
@@ -153,19 +155,21 @@ class Watch:
         checks = Checks(lambda facts: self.writer.event(self.steps_done + 1, "check", **facts))
         self.doors = DoorTap(self.collector, model, checks, self.changes.apply)
         self.modules = ModuleTap(
-            self.collector.simulate,
+            self._outlived(self.collector.simulate),
             tensors=config.tensors,
             model=model,
             wants=self.collector.wants,
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
-            learned=self._learned,
+            learned=self._outlived(self._learned),
         )
+        by_hand = self._outlived(self._end_step)
         self.training = TrainingTap(
-            model, batches=config.batches, report=self._reports, timed=self.collector.timed, by_hand=self._end_step
+            model, batches=config.batches, report=self._reports, timed=self.collector.timed, by_hand=by_hand
         )
         self.laboratory = self._make_laboratory(step)
-        self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward)
+        told = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
+        self.losses = LossTap(*[self._outlived(one) for one in told])
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[Ended] = deque()
@@ -188,8 +192,8 @@ class Watch:
         self._stance: Any = None
         self._closed = False
         self._hooks = [
-            register_optimizer_step_pre_hook(self._outlived(self._before_optimizer)),
-            register_optimizer_step_post_hook(self._outlived(self._after_optimizer)),
+            register_optimizer_step_pre_hook(self._outlived(self._before_optimizer, closes=True)),
+            register_optimizer_step_post_hook(self._outlived(self._after_optimizer, closes=True)),
         ]
         self.cures = self._make_cures() if config.cure is not None else None
         self.losses.attach()
@@ -303,7 +307,7 @@ class Watch:
             self.writer.step(self.steps_done + 1, loss=math.nan)
             self.writer.describe(unfinished={"step": self.steps_done + 1, "what": what})
         self._describe_run(final=True)
-        self.writer.describe(ended=ended)
+        self.writer.describe(ended=f"the watch failed: {self._failed}" if self._failed else ended)
         self.writer.close()
         for sink in self.sinks:
             sink.close()
@@ -346,23 +350,29 @@ class Watch:
 
     # --- calls from the taps --------------------------------------------------------------------------------------
 
-    def _outlived(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook; an error that nobody raised on purpose ends the watch, and the training goes on."""
+    def _outlived(self, hook: Callable[..., Any], closes: bool = False) -> Callable[..., Any]:
+        """The hook; an error that nobody raised on purpose ends the watch, and the training goes on.
 
-        def run(*given: Any) -> Any:
+        closes: whether hooks may be removed while it runs; a forward would miss them.
+        """
+
+        def run(*given: Any, **named: Any) -> Any:
             try:
-                return hook(*given)
+                if not self._failed:
+                    return hook(*given, **named)
             except self.OWN as error:
-                at = traceback.extract_tb(error.__traceback__)[-1]
-                why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
-                step = self.steps_done + 1
-                self._warn(f"an error of the watch's own ended it in step {step}, and the training goes on: {why}")
+                at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
+                self._failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+                self._warn(
+                    f"an error of the watch's own ended it in step {step}, and the training goes on: {self._failed}"
+                )
+            if closes and self._failed:
                 try:
-                    self.close(f"the watch failed: {why}")
+                    self.close()
                 except self.OWN:  # it holds on to nothing, whatever else is broken
                     for one in self._hooks:
                         one.remove()
-                return None
+            return None
 
         return run
 
