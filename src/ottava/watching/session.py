@@ -163,10 +163,9 @@ class Watch:
             timed=self.collector.timed,
             learned=self._outlived(self._learned),
         )
-        by_hand = self._outlived(self._end_step)
-        self.training = TrainingTap(
-            model, batches=config.batches, report=self._reports, timed=self.collector.timed, by_hand=by_hand
-        )
+        ends = self._outlived(self._end_step)
+        batches, timed = config.batches, self.collector.timed
+        self.training = TrainingTap(model, batches=batches, report=self._reports, timed=timed, by_hand=ends)
         self.laboratory = self._make_laboratory(step)
         told = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
         self.losses = LossTap(*[self._outlived(one) for one in told])
@@ -369,12 +368,18 @@ class Watch:
             if closes and self._failed:
                 try:
                     self.close()
-                except self.OWN:  # it holds on to nothing, whatever else is broken
-                    for one in self._hooks:
-                        one.remove()
+                except self.OWN:
+                    self._let_go()
             return None
 
         return run
+
+    def _let_go(self) -> None:
+        """Holds on to nothing, whatever else is broken."""
+        hooks = [one.remove for one in self._hooks]
+        for undo in (*hooks, self.training.close, self.laboratory.drop, self.losses.detach, self._disarm):
+            with contextlib.suppress(*self.OWN):
+                undo()
 
     def _warn(self, text: str) -> None:
         _LOG.warning("watch: %s", text)
