@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
 from ottava.watching.collector import Collector
 from ottava.watching.config import WatchConfig
+from ottava.watching.loss import LossTap
 from ottava.watching.session import Watch, watch
 from ottava.watching.training import TrainingTap
 
@@ -574,6 +576,7 @@ def test_a_loop_that_stops_at_nan_before_its_backward_is_no_run_without_a_fault(
     assert run.manifest.get("unfinished") == ({"step": 9, "what": kept} if kept else None)
     assert (f"before a backward: its {kept} is not finite" in answer.sentence) == bool(kept)
     assert answer.event == ("The loss is not finite from step 9 on." if kept else "")
+    assert torch.autograd.backward.__code__.co_filename != inspect.getsourcefile(LossTap)  # torch's own again
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)

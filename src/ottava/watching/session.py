@@ -426,7 +426,8 @@ class Watch:
         try:
             yield
         finally:
-            self.losses.attach()
+            if not self._closed:  # the last look at a loop that stopped is made while the watch ends
+                self.losses.attach()
             self._paused = self.training.paused = paused
             if attached:
                 self.doors.attach()
