@@ -630,3 +630,31 @@ def test_a_training_outlives_an_error_of_its_watch(
     )
     assert "the training goes on" in str(run.events)
     assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("closure", (False, True))
+def test_an_error_of_a_callback_is_the_training_s_and_one_behind_a_closure_the_watch_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closure: bool
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(Watch, "OWN", (RuntimeError,))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        loss = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with ottava.watch(model, tmp_path) as run:
+        if closure:
+            monkeypatch.setattr(TrainingTap, "before", broken)
+            assert optimizer.step(step) is not None
+        else:
+            run.on_look(broken)
+            step()
+            with pytest.raises(RuntimeError, match="stop here"):
+                optimizer.step()
+    assert Run.open(tmp_path).manifest["ended"].startswith("the watch failed") is closure

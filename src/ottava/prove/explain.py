@@ -368,7 +368,7 @@ class _Told(NamedTuple):
     wide: float
     """Share of the given ones that a bound gives, not a number."""
     untold: int
-    """Wrong numbers of which it says nothing: its bound has no end there, or allows the right ones, too."""
+    """Wrong numbers that it leaves open: its bound has no end there, or also allows the right ones."""
 
 
 class _Fit(NamedTuple):
@@ -468,7 +468,7 @@ def _known(kind: str) -> Iterator[Fault]:
 
 
 def _with_twins(fit: _Fit, kind: str, held: Sequence[Failure], passed: Sequence[Failure]) -> dict[str, str]:
-    """A hypothesis, and those of its name that give the same numbers: of which operand it is true is not told then."""
+    """Names a hypothesis, and another of its name that gives the same numbers: they do not tell the operand."""
     said = _named(fit, len(held), "")
     for one in (one for one in _known(kind) if one.name == fit.fault.name and one.sentence != fit.fault.sentence):
         other = _fit(one, held)
@@ -515,7 +515,7 @@ def _share(wrong: Mapping[str, Tensor], told: Mapping[str, _Told]) -> float:
 
 
 def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
-    """None: it gives next to nothing. A case of which it tells nothing counts neither for it nor against it."""
+    """Holds a hypothesis against all cases; None if it gives next to nothing. Cases it leaves open do not count."""
     told: list[dict[str, _Told]] = []
     share = against = wide = 0.0
     solved = missed = seen = 0

@@ -219,9 +219,8 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     low, high, scale, unsure = (one.reshape(held) for one in (low, high, written.float().double(), bad))
     kinds = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
     more = (math.nan,) if bool(bad.any()) else ()
-    hides = block_amax(x, spec.granularity).isnan().reshape(held) & torch.tensor(
-        not fmt.has_nan
-    )  # its scale alone can show it
+    # a format without a code of NaN shows it in the scale alone
+    hides = torch.zeros_like(unsure) if fmt.has_nan else amax.isnan().reshape(held)
     low, high = (torch.where(hides, math.nan, one) for one in (low, high))
     scales = Allowed(low, high, kinds, more, free=unsure & ~hides if two_levels else None, center=scale)
     signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))

@@ -119,6 +119,10 @@ class Watch:
 
     OWN: tuple[type[Exception], ...] = (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError)
     """Errors in a hook that end the watch alone. Others are meant: a setting that fits nothing, a full disk."""
+    _failed = ""
+    """The watch's own error, which has ended it."""
+    _theirs: Exception | None = None
+    """An error of a callback, which the training is to see."""
 
     def __init__(
         self,
@@ -145,8 +149,6 @@ class Watch:
         self._weights: dict[str, str] = self.writer.manifest.get("weights") or {}  # those before the first step
         if append and step > 0:
             self.writer.event(step, "resumed")
-        self._failed = ""
-        """The watch's own error, which has ended it."""
         self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
         self.jumps = Jumps()
         self.dumps = DumpPlan(config.dump, self.writer)
@@ -360,6 +362,8 @@ class Watch:
                 if not self._failed:
                     return hook(*given, **named)
             except self.OWN as error:
+                if error is self._theirs:
+                    raise
                 at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
                 self._failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
                 self._warn(
@@ -440,12 +444,13 @@ class Watch:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return self._about_to_step(optimizer)
+        about_to_step = self._outlived(self._about_to_step)
         waits = [optimizer]  # the closure makes the gradients, as Lightning's does; a second call is another search
 
         def closed(*given: Any, **named: Any) -> Any:
             result = closure(*given, **named)
             if waits:
-                self._about_to_step(waits.pop())
+                about_to_step(waits.pop())
             return result
 
         return (args[0], closed, *args[2:]), {name: x for name, x in kwargs.items() if name != "closure"}
@@ -641,7 +646,11 @@ class Watch:
             publish(self.sinks, step, table, numbers)
             with self.paused():
                 for callback in self._callbacks:
-                    callback(step, table)
+                    try:
+                        callback(step, table)
+                    except Exception as error:
+                        self._theirs = error
+                        raise
         if self._looks == 1 or time.perf_counter() - self._flushed > _FLUSH_SECONDS:
             self._write()
 
