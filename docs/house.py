@@ -12,7 +12,7 @@ import ast
 import functools
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,7 +41,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
         "test lines": (76_440, 46_000),
-        "benchmark lines": (5_010, 4_000),
+        "benchmark lines": (4_990, 4_000),
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
@@ -114,6 +114,7 @@ def floors(rooms: dict[str, set[str]]) -> list[list[str]]:
 def direct(room: str, rooms: dict[str, set[str]]) -> list[str]:
     """What a room knows, less what it could reach through another one of them: the arrows worth drawing."""
 
+    @functools.cache
     def below(one: str) -> set[str]:
         return rooms[one].union(*map(below, rooms[one])) if rooms[one] else set()
 
@@ -238,21 +239,24 @@ def comments() -> int:
     return round(1000 * found / lines)
 
 
-def figures() -> dict[str, int]:
-    """The figures of LIMITS."""
-    ways = {f"modules behind {way}": len(behind(name, functions)) for way, (name, functions) in ENTRANCES.items()}
-    return {
-        "Python lines in src": lines_of(SOURCE),
-        "files": len(modules()),
-        "modules in the root": len(list(SOURCE.glob("*.py"))),
-        "longest import chain": longest_chain(),
-        **ways,
-        "public class names with more than one home": count_homes(),
-        "comments per 1,000 lines in kernels, ops, engine": comments(),
-        "test lines": lines_of(ROOT / "tests"),
+FIGURES: Mapping[str, Callable[[], int]] = MappingProxyType(
+    {
+        "Python lines in src": lambda: lines_of(SOURCE),
+        "files": lambda: len(list(SOURCE.rglob("*.py"))),
+        "modules in the root": lambda: len(list(SOURCE.glob("*.py"))),
+        "longest import chain": longest_chain,
+        **{
+            f"modules behind {way}": functools.partial(lambda *to: len(behind(*to)), *to)
+            for way, to in ENTRANCES.items()
+        },
+        "public class names with more than one home": count_homes,
+        "comments per 1,000 lines in kernels, ops, engine": comments,
+        "test lines": lambda: lines_of(ROOT / "tests"),
         # without the blind sets: scripts of other authors, which nobody may change after their first run
-        "benchmark lines": lines_of(ROOT / "benchmarks") - lines_of(ROOT / "benchmarks" / "blind"),
+        "benchmark lines": lambda: lines_of(ROOT / "benchmarks") - lines_of(ROOT / "benchmarks" / "blind"),
     }
+)
+"""The figures of LIMITS, and how each is found."""
 
 
 def picture(lines: bool = False) -> str:
@@ -271,8 +275,8 @@ def main(*words: str) -> None:
         print(picture("--lines" in words))
         return
     print(f"{'':50}{'today':>8}{'limit':>8}{'goal':>8}")
-    for name, value in figures().items():
-        print(f"{name:50}{value:>8,}{LIMITS[name][0]:>8,}{LIMITS[name][1]:>8,}")
+    for name, figure in FIGURES.items():
+        print(f"{name:50}{figure():>8,}{LIMITS[name][0]:>8,}{LIMITS[name][1]:>8,}")
 
 
 if __name__ == "__main__":
