@@ -20,9 +20,13 @@ import warm
 from ottava.base.settings import ConfigError
 from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
+from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector
 from ottava.watching.config import WatchConfig
+from ottava.watching.doors import DoorTap
+from ottava.watching.functional import FunctionalTap
 from ottava.watching.loss import LossTap
+from ottava.watching.modules import ModuleNames, ModuleTap
 from ottava.watching.session import Watch, watch
 from ottava.watching.training import TrainingTap
 
@@ -604,9 +608,36 @@ def test_another_default_dtype_changes_nothing_of_a_watch(
     assert not any(event["kind"] == "refused" for event in run.events)
 
 
+class OwnProduct(nn.Module):
+    """A module whose own code multiplies, so that the watch looks into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
 @pytest.mark.parametrize(
     ("room", "name"),
-    ((TrainingTap, "_note_restart"), (Collector, "simulate"), (Watch, "_saw_loss"), (Watch, "_end_step")),
+    (
+        (TrainingTap, "_note_restart"),
+        (TrainingTap, "_note_mode"),
+        (TrainingTap, "wrote"),
+        (Collector, "simulate"),
+        (Collector, "finished"),
+        (Collector, "drain"),
+        (ModuleNames, "learn"),
+        (ModuleTap, "_doors_tell"),
+        (LossTap, "_as_it_was"),
+        (DoorTap, "_counts"),
+        (FunctionalTap, "_saw"),
+        (Checks, "__call__"),
+        (Watch, "_saw_loss"),
+        (Watch, "_end_step"),
+        (Watch, "_describe_run"),
+    ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_training_outlives_an_error_of_its_watch(
@@ -617,11 +648,13 @@ def test_a_training_outlives_an_error_of_its_watch(
 
     monkeypatch.setattr(Watch, "OWN", (RuntimeError,))
     monkeypatch.setattr(room, name, broken)
-    model = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(32, 32), OwnProduct(), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    ottava.convert(model[2], "delayed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ottava.watch(model, tmp_path):
+    backward = torch.autograd.backward
+    with ottava.watch(None if room is ModuleNames else model, tmp_path):
         for _ in range(3):
-            model(torch.randn(2, 4)).square().mean().backward()
+            model(torch.randn(32, 32)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     run = Run.open(tmp_path)
@@ -630,6 +663,9 @@ def test_a_training_outlives_an_error_of_its_watch(
     )
     assert "the training goes on" in str(run.events)
     assert not model._forward_hooks
+    assert torch.autograd.backward is backward
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert not torch.nn.modules.module._global_forward_hooks
 
 
 @pytest.mark.parametrize("closure", (False, True))

@@ -23,7 +23,7 @@ from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import CELL_OF, HIGH_PRECISION, GemmRecipe, Recipe
 from ottava.watching.collector import Collector
 from ottava.watching.config import Intervention
-from ottava.watching.operands import GlobalHooks, repeats_a_forward, unobserved
+from ottava.watching.operands import GlobalHooks, Guard, repeats_a_forward, unobserved
 
 _GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
@@ -38,6 +38,7 @@ class DoorTap:
         model: the only model to watch; None: every model of the process.
         on_operands: called with every pair of operands in a step with a full look.
         on_layer: called with the name of each layer that is found, and the layer.
+        guard: wraps what a forward calls.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class DoorTap:
         model: nn.Module | None = None,
         on_operands: OnOperands | None = None,
         on_layer: Callable[[str, nn.Module], object] | None = None,
+        guard: Guard = lambda hook: hook,
     ) -> None:
         self.collector, self.on_operands, self.on_layer = collector, on_operands, on_layer
         self.layers: dict[str, weakref.ref[nn.Module]] = {}
@@ -56,7 +58,7 @@ class DoorTap:
         """Layer -> tensor -> dtype before its last cast in a full look."""
         self._model = None if model is None else weakref.ref(model)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-        self._hooks = GlobalHooks(self._before, self._after)
+        self._hooks = GlobalHooks(guard(self._before), guard(self._after))
         if model is not None:
             self.find(model)
 

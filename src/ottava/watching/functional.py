@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ottava.watching.adapters import Part
-from ottava.watching.operands import autocast_dtype
+from ottava.watching.operands import Guard, autocast_dtype
 
 GATHERED = (
     "its module gathers one matrix for each token first, so that no GEMM has a W; the watch sees experts that run as "
@@ -327,6 +327,7 @@ class FunctionalTap:
 
     Args:
         took: called with the origin of the weight and an iterator of the linears.
+        guard: wraps what an operation calls.
 
     Call `enter` and `leave` around every forward of the process, `leave` also if the forward raises.
 
@@ -340,8 +341,8 @@ class FunctionalTap:
         True
     """
 
-    def __init__(self, took: Callable[[Origin, Iterator[Part]], None]) -> None:
-        self._took = took
+    def __init__(self, took: Callable[[Origin, Iterator[Part]], None], guard: Guard = lambda hook: hook) -> None:
+        self._took, self._on_product = took, guard(self._saw)
         self._threads = threading.local()
 
     def enter(self, module: nn.Module, *, looks: bool) -> None:
@@ -351,7 +352,7 @@ class FunctionalTap:
             return
         if stack and (outer := stack[-1]).mode is not None:
             outer.below = _take_off(outer.mode)
-        stack.append(_Running(module, _Mode(self._saw) if looks else None))
+        stack.append(_Running(module, _Mode(self._on_product) if looks else None))
         if (mode := stack[-1].mode) is not None:
             _put_on(mode, 0)
 

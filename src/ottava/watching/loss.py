@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ottava.watching.operands import Guard
+
 Share = float | Tensor | None
 
 
@@ -32,6 +34,7 @@ class LossTap:
             None.
         began: called with every root, also one that is no scalar: the root, the unscaled loss, the gradient that the
             backward begins with, and whether the graph is retained.
+        guard: wraps what a backward calls.
 
     Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
         backward (reentrant checkpointing). It does not see `torch.autograd.grad`, which is no training step, nor a
@@ -54,7 +57,9 @@ class LossTap:
         rooted: Callable[[list[Tensor]], None] = lambda roots: None,
         ended: Callable[[Tensor | None], None] = lambda scale: None,
         began: Callable[[Tensor, Tensor, Tensor | None, bool], None] = lambda root, loss, gradient, retain: None,
+        guard: Guard = lambda hook: hook,
     ) -> None:
+        self._guard = guard
         self._seen, self._rooted, self._ended, self._began = seen, rooted, ended, began
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
@@ -85,6 +90,7 @@ class LossTap:
         self, owner: Any, name: str, before: Callable[..., None] | None, after: Callable[..., None] | None
     ) -> None:
         original = vars(owner)[name]
+        before, after = before and self._guard(before), after and self._guard(after)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,7 @@ from ottava.watching.adapters import Adapter, Part, adapter_of, casting, recipe_
 from ottava.watching.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
 from ottava.watching.operands import (
     GlobalHooks,
+    Guard,
     autocast_dtype,
     edges_to,
     made_by,
@@ -270,6 +271,7 @@ class ModuleTap:
         own: True watches ottava's layers completely. False leaves X, W and dY to their doors.
         timed: a context around the work for a tensor.
         learned: called when a module is new, before its first forward.
+        guard: wraps what forward and backward call, all but the end of a forward, which leaves nothing behind.
 
     Edge cases: the weight has the parameter's dtype, also under autocast. Of a DTensor the tap sees the local shard. It
         skips weights in packed or foreign formats and tensors of the wrong shape; `coverage` gives the reason.
@@ -295,6 +297,7 @@ class ModuleTap:
         own: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         learned: Callable[[], None] = lambda: None,
+        guard: Guard = lambda hook: hook,
     ) -> None:
         self._timed, self._learned = timed, learned
         self._see, self._wants, self._asked, self._own = see, wants, asked, own
@@ -304,11 +307,12 @@ class ModuleTap:
         self._linears: dict[str, _Linear] = {}
         self._weights: set[str] = set()
         self._owners: dict[int, Owner] = {}
-        self._functional = FunctionalTap(self._took)
+        self._functional = FunctionalTap(self._took, guard)
         self._looked_back = False
         self.before: dict[str, str] = {}
         """Layer -> the operation that made its input."""
-        self._hooks = GlobalHooks(self._before, self._after, self._left)
+        self._hooks = GlobalHooks(guard(self._before), guard(self._after), self._left)
+        self._on_gradient, self._on_edge = guard(self._gradient), guard(self._edge)
         self._period = 0
         self._looks = 0
         self._warned = False
@@ -552,7 +556,7 @@ class ModuleTap:
         if "grad_output" in self._tensors:
             dtype = dtype or (autocast_dtype(y) if part.cast else None)
             hand = partial(self._hand, linear, "grad_output", dtype, width, arrange)
-            whole(y).register_hook(partial(self._gradient, self._period, hand, y.shape))
+            whole(y).register_hook(partial(self._on_gradient, self._period, hand, y.shape))
         self._hook_edges(linear, part, arrange_weight)
 
     def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
@@ -569,7 +573,7 @@ class ModuleTap:
             arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach
             hand = partial(self._hand, linear, tensor, None, None, arrange)
             for node, index in edges:
-                node.register_hook(partial(self._edge, self._period, hand, index))
+                node.register_hook(partial(self._on_edge, self._period, hand, index))
 
     def _edge(self, period: int, hand: _Hand, index: int, grad_inputs: Sequence[Tensor | None], _: Any) -> None:
         if torch.compiler.is_compiling():

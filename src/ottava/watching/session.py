@@ -155,22 +155,28 @@ class Watch:
         self.collector = Collector(config, self.dumps, lambda layer: self.modules.recipe_of(layer))
         self.changes = Interventions(config.interventions, self._warn)
         checks = Checks(lambda facts: self.writer.event(self.steps_done + 1, "check", **facts))
-        self.doors = DoorTap(self.collector, model, checks, self.changes.apply)
+        self.doors = DoorTap(self.collector, model, checks, self.changes.apply, self._outlived)
         self.modules = ModuleTap(
-            self._outlived(self.collector.simulate),
+            self.collector.simulate,
             tensors=config.tensors,
             model=model,
             wants=self.collector.wants,
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
-            learned=self._outlived(self._learned),
+            learned=self._learned,
+            guard=self._outlived,
         )
-        ends = self._outlived(self._end_step)
-        batches, timed = config.batches, self.collector.timed
-        self.training = TrainingTap(model, batches=batches, report=self._reports, timed=timed, by_hand=ends)
+        self.training = TrainingTap(
+            model,
+            batches=config.batches,
+            report=self._reports,
+            timed=self.collector.timed,
+            by_hand=self._end_step,
+            guard=self._outlived,
+        )
         self.laboratory = self._make_laboratory(step)
         told = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
-        self.losses = LossTap(*[self._outlived(one) for one in told])
+        self.losses = LossTap(*told, guard=self._outlived)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[Ended] = deque()
@@ -288,6 +294,15 @@ class Watch:
         """Removes every hook and writes the rest. `ended` says why the run ended."""
         if self._closed:
             return
+        try:
+            self._close(ended)
+        except self.OWN as error:
+            if error is self._theirs:
+                raise
+            self._fail(error)
+            self._let_go()
+
+    def _close(self, ended: str) -> None:
         self.training.wrote()
         self._closed, unfinished = True, self._unfinished()
         atexit.unregister(self._at_exit)
@@ -358,30 +373,32 @@ class Watch:
         """
 
         def run(*given: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() and not closes:  # first: Dynamo traces what a forward calls
+                return None
             try:
                 if not self._failed:
                     return hook(*given, **named)
             except self.OWN as error:
                 if error is self._theirs:
                     raise
-                at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
-                self._failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
-                self._warn(
-                    f"an error of the watch's own ended it in step {step}, and the training goes on: {self._failed}"
-                )
+                self._fail(error)
             if closes and self._failed:
-                try:
-                    self.close()
-                except self.OWN:
-                    self._let_go()
+                self.close()
             return None
 
         return run
 
+    def _fail(self, error: Exception) -> None:
+        at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
+        self._failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+        self._warn(f"an error of the watch's own ended it in step {step}, and the training goes on: {self._failed}")
+
     def _let_go(self) -> None:
         """Holds on to nothing, whatever else is broken."""
         hooks = [one.remove for one in self._hooks]
-        for undo in (*hooks, self.training.close, self.laboratory.drop, self.losses.detach, self._disarm):
+        taps = self.training.close, self.laboratory.drop, self.losses.detach, self._disarm
+        written = lambda: self.writer.describe(ended=f"the watch failed: {self._failed}"), self.writer.close
+        for undo in (*hooks, *taps, *written):
             with contextlib.suppress(*self.OWN):
                 undo()
 

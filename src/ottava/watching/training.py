@@ -37,7 +37,7 @@ from ottava.experiments.trace import fingerprint
 from ottava.watching.batches import Batches, arguments_of
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.manifest import configured
-from ottava.watching.operands import SHARD, capturing, plain
+from ottava.watching.operands import SHARD, Guard, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
 _RECENT = 64  # backwards in which an optimizer of several has its turn
@@ -87,6 +87,7 @@ class TrainingTap:
         batches: whether to hash inputs and labels.
         report: gets the facts of an event.
         timed: a context around the work.
+        guard: wraps what a forward calls.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -105,7 +106,9 @@ class TrainingTap:
         report: Callable[..., None] = lambda kind, **facts: None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         by_hand: Callable[[], None] = lambda: None,
+        guard: Guard = lambda hook: hook,
     ) -> None:
+        self._on_begin, self._on_end = guard(self._begins), guard(self._forwarded)
         self._hashes, self._report, self._timed, self._by_hand = batches, report, timed, by_hand
         self.batches = Batches()
         self.gradients = Gradients()
@@ -180,8 +183,8 @@ class TrainingTap:
                     found.setdefault((tuple(p.shape), tuple(sample.tolist())), []).append(name)
         pairs = [(group[0], other) for group in found.values() for other in group[1:]]
         self._equal += [pair for pair in pairs if len(lookups & set(pair)) == 1 or self._is_one(root, pair)]
-        self._roots.append((weakref.ref(root), root.register_forward_hook(self._forwarded, with_kwargs=True)))
-        self._roots.append((weakref.ref(root), root.register_forward_pre_hook(self._begins, prepend=True)))
+        self._roots.append((weakref.ref(root), root.register_forward_hook(self._on_end, with_kwargs=True)))
+        self._roots.append((weakref.ref(root), root.register_forward_pre_hook(self._on_begin, prepend=True)))
 
     @staticmethod
     def _is_one(root: nn.Module, pair: tuple[str, str]) -> bool:
