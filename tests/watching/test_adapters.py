@@ -219,6 +219,22 @@ def test_of_our_fused_layers_x_is_what_the_gemm_multiplies() -> None:
     assert not any(entry["why"] for entry in tap.coverage())
 
 
+def test_what_a_door_tells_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, calls = ottava.nn.NormLinear(32, 64, recipe="tensorwise"), 0
+    rows = type(layer).rows
+
+    def counted(*given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return rows(*given)
+
+    monkeypatch.setattr(type(layer), "rows", counted)
+    with tapped(model=layer) as (seen, _):
+        layer(noise(4, 32)).square().sum().backward()
+    assert calls == 0
+    assert set(seen.counts) == set()
+
+
 @pytest.mark.parametrize("splits", [[2, 0, 5], torch.tensor([3, 3, 1])], ids=["list", "tensor"])
 def test_grouped_gemms_are_layers_of_their_own(splits: Any) -> None:
     layer, x = GroupedLinear(), noise(7, 8)

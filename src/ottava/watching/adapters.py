@@ -95,10 +95,18 @@ def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """X is the result of the layer's norm or activation: computed again, unless the layer returns it."""
-    with torch.no_grad():
-        x = output[1:] if isinstance(output, tuple) else tuple(map(module.rows, tensors_of(args)))
-    yield Part("", x, module.weight, _first(output))
+    """X is the result of the layer's norm or activation: computed again where it is wanted, unless the layer returns
+    it."""
+    if isinstance(output, tuple):
+        yield Part("", output[1:], module.weight, output[0])
+        return
+
+    def again(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made: Tensor = module.rows(x)
+        return made
+
+    yield Part("", tuple(x.detach() for x in tensors_of(args)), module.weight, output, arrange_input=again)
 
 
 def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
