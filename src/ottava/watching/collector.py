@@ -7,10 +7,8 @@ after the step.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -129,9 +127,6 @@ class Collector:
         """Number of the look; decides which rows are in the sample."""
         self.noting = config.light
         """Whether the running step notes amaxes."""
-        self.seconds = 0.0
-        """Time that watching took on the host."""
-        self._timing = False
         self._recipes = tuple(get_recipe(recipe) for recipe in config.recipes)
         self._waiting: list[tuple[SlotKey, Look]] = []
         self._waiting_bytes = 0
@@ -174,21 +169,20 @@ class Collector:
         Returns:
             The extent of x, if it was needed. Pass it on with the cast of x.T, which has the same extent.
         """
-        with self.timed():
-            key = cast_key(layer, tensor, direction, recipe, x_q.spec, source)
-            first = direction == "row" or (layer, tensor) not in self._light
-            if not x.numel() or not (self.looking or first):
-                return None
-            if extent is None and tensor != "weight":  # a stale cache may hold the cast of an earlier weight
-                extent = found_by(x_q, x.numel())
-            extent = survey(x.detach(), finite=self.looking) if extent is None else extent
-            if first:
-                self._note(key, extent, x_q.scale_inv)
-            if self._looks_at(layer, tensor):
-                self._look(key, Look(x, x_q, extent))
-                if self.dumps is not None and self.dumps.wants(key):
-                    self.dumps.take(key, x, x_q)
-            return extent
+        key = cast_key(layer, tensor, direction, recipe, x_q.spec, source)
+        first = direction == "row" or (layer, tensor) not in self._light
+        if not x.numel() or not (self.looking or first):
+            return None
+        if extent is None and tensor != "weight":  # a stale cache may hold the cast of an earlier weight
+            extent = found_by(x_q, x.numel())
+        extent = survey(x.detach(), finite=self.looking) if extent is None else extent
+        if first:
+            self._note(key, extent, x_q.scale_inv)
+        if self._looks_at(layer, tensor):
+            self._look(key, Look(x, x_q, extent))
+            if self.dumps is not None and self.dumps.wants(key):
+                self.dumps.take(key, x, x_q)
+        return extent
 
     def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         """Casts x (R, C) as the layer's own package does, or else as the recipes of the settings would.
@@ -196,30 +190,29 @@ class Collector:
         Args:
             dtype: dtype of x before the cast; None: its own.
         """
-        with self.timed():
-            casts = self._cells_of(layer, tensor)
-            if not casts or not x.numel():
-                return
-            self.finished(layer, tensor)
-            x = x.detach()
-            extent = survey(x, dtype, finite=self.looking)
-            self._note(casts[0][0], extent, None)
-            if not self._looks_at(layer, tensor):
-                return
-            for key, spec in casts:
-                matrix = x if key.direction == "row" else x.t()
-                scale = self._predicted_scale((layer, tensor), spec) if spec.predicted else None
-                cast: QuantizedTensor | QuantizationSpec = spec
-                if spec.transform is not None:  # whole columns and groups are needed, so no sample can be cast later
-                    matrix = matrix.to(dtype or x.dtype)
-                    cast = cast_of(Look(matrix, spec, extent))
-                    matrix = cast.transformed(matrix)
-                    self._look(key, Look(matrix, cast, survey(matrix)))
-                else:
-                    self._look(key, Look(matrix, spec, extent, scale), dtype)
-                if self.dumps is not None and self.dumps.wants(key):
-                    matrix = matrix if cast is not spec else matrix.to(dtype or x.dtype)
-                    self.dumps.take(key, matrix, cast_of(Look(matrix, cast, extent, scale)))
+        casts = self._cells_of(layer, tensor)
+        if not casts or not x.numel():
+            return
+        self.finished(layer, tensor)
+        x = x.detach()
+        extent = survey(x, dtype, finite=self.looking)
+        self._note(casts[0][0], extent, None)
+        if not self._looks_at(layer, tensor):
+            return
+        for key, spec in casts:
+            matrix = x if key.direction == "row" else x.t()
+            scale = self._predicted_scale((layer, tensor), spec) if spec.predicted else None
+            cast: QuantizedTensor | QuantizationSpec = spec
+            if spec.transform is not None:  # whole columns and groups are needed, so no sample can be cast later
+                matrix = matrix.to(dtype or x.dtype)
+                cast = cast_of(Look(matrix, spec, extent))
+                matrix = cast.transformed(matrix)
+                self._look(key, Look(matrix, cast, survey(matrix)))
+            else:
+                self._look(key, Look(matrix, spec, extent, scale), dtype)
+            if self.dumps is not None and self.dumps.wants(key):
+                matrix = matrix if cast is not spec else matrix.to(dtype or x.dtype)
+                self.dumps.take(key, matrix, cast_of(Look(matrix, cast, extent, scale)))
 
     def finished(self, layer: str, tensor: str) -> None:
         """Ends the casts of a tensor. A weight is the same in every micro-batch, so a step needs it once."""
@@ -228,14 +221,13 @@ class Collector:
 
     def drain(self) -> tuple[Tallies[SlotKey], Light]:
         """The tallies and amaxes of the step that ended. Tallies are read from the device."""
-        with self.timed():
-            self._measure()
-            noted = self._light
-            for place, (_, extent, _) in noted.items() if self._reach else ():
-                self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(extent[0].to(torch.float32))
-            tallies = _tallies(self._sums)
-            self._sums, self._light, self._once = {}, {}, set()
-            return tallies, _light(list(noted.values()))
+        self._measure()
+        noted = self._light
+        for place, (_, extent, _) in noted.items() if self._reach else ():
+            self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(extent[0].to(torch.float32))
+        tallies = _tallies(self._sums)
+        self._sums, self._light, self._once = {}, {}, set()
+        return tallies, _light(list(noted.values()))
 
     def _note(self, key: SlotKey, extent: Tensor, scale_inv: Tensor | None) -> None:
         place = (key.layer, key.tensor)
@@ -293,19 +285,6 @@ class Collector:
                 for direction, spec in cells(recipe.for_layer(layer), tensor)
             ]
         return self._cells[key]
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Adds the time inside the context to `seconds`."""
-        if self._timing:  # an outer context measures already
-            yield
-            return
-        self._timing, started = True, time.perf_counter()
-        try:
-            yield
-        finally:
-            self._timing = False
-            self.seconds += time.perf_counter() - started
 
 
 def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:

@@ -130,8 +130,7 @@ class DoorTap:
             if measured:
                 self._take(layer, tensor, *args[:3], *output)
             if checked and self.on_operands is not None:
-                with self.collector.timed():
-                    self.on_operands(layer, tensor, door, args[0], *output)
+                self.on_operands(layer, tensor, door, args[0], *output)
 
     def _take(self, layer: str, tensor: str, x: Tensor, row_spec: Any, col_spec: Any, row: Any, col: Any) -> None:
         recipe = self._recipe(layer)

@@ -19,7 +19,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -269,7 +268,6 @@ class ModuleTap:
         wants: whether (layer, tensor) is wanted; called before the tensor is prepared.
         asked: whether the settings ask for a layer; the tap never warns about other layers.
         own: True watches ottava's layers completely. False leaves X, W and dY to their doors.
-        timed: a context around the work for a tensor.
         learned: called when a module is new, before its first forward.
         guard: wraps what forward and backward call, all but the end of a forward, which leaves nothing behind.
 
@@ -295,11 +293,10 @@ class ModuleTap:
         wants: Callable[[str, str], bool] = lambda layer, tensor: True,
         asked: Callable[[str], bool] = lambda layer: True,
         own: bool = False,
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         learned: Callable[[], None] = lambda: None,
         guard: Guard = lambda hook: hook,
     ) -> None:
-        self._timed, self._learned = timed, learned
+        self._learned = learned
         self._see, self._wants, self._asked, self._own = see, wants, asked, own
         self._tensors = frozenset(tensors)
         self._lock = threading.RLock()
@@ -351,7 +348,7 @@ class ModuleTap:
         if self._looked_back or not self._hooks.attached:
             return
         self._looked_back = True
-        with self._timed(), self._lock:
+        with self._lock:
             for parameter in weights_of_gemms(root):
                 if (holder := self.names.holder(parameter)) is None or adapter_of(holder[0]) is not None:
                     continue
@@ -382,7 +379,7 @@ class ModuleTap:
         adapter = adapter_of(module)
         own = {id(p) for p in module._parameters.values() if p is not None}
         # layers below a module may multiply its parameters: its attention, or its experts, under a recipe
-        below = quantized_layers(module) if own and not _has_doors(module) else []
+        below = quantized_layers(module) if own and not isinstance(module, QuantizedLayer) else []
         if getattr(module, "_is_replica", False) or any(id(layer.parameter) in own for layer in below):
             return
         if adapter is None:
@@ -409,7 +406,7 @@ class ModuleTap:
         module = linear.module()
         if linear.adapter is None and not linear.seen:  # if its matrices were seen one by one, list those
             return not any(name.startswith(f"{linear.name}.") and x.seen for name, x in self._linears.items())
-        return bool(linear.seen) or (module is not None and (self._own or not _has_doors(module)))
+        return bool(linear.seen) or (module is not None and (self._own or not isinstance(module, QuantizedLayer)))
 
     def _entry(self, linear: _Linear) -> dict[str, Any]:
         whys = list(linear.whys)
@@ -492,9 +489,8 @@ class ModuleTap:
         if site is None or site[0]() is not module or not self._counts(module, site):
             return
         _, name, adapter = site
-        with self._timed():
-            for part in adapter.call(module, args, kwargs, output):
-                self._take(name + part.suffix, module, adapter, part)
+        for part in adapter.call(module, args, kwargs, output):
+            self._take(name + part.suffix, module, adapter, part)
 
     def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
         if self._doors_tell(module) and self._tensors <= _AT_DOORS:
@@ -506,7 +502,7 @@ class ModuleTap:
         return not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
 
     def _doors_tell(self, module: nn.Module | None) -> bool:
-        return not self._own and module is not None and _has_doors(module) and _casts(module)
+        return not self._own and module is not None and isinstance(module, QuantizedLayer) and _casts(module)
 
     def _took(self, source: Origin, parts: Iterator[Part]) -> None:
         """Handles a product outside of a layer."""
@@ -522,9 +518,8 @@ class ModuleTap:
             if source.gathered:
                 linear.whys.setdefault(GATHERED, None)
         elif not (torch._C._current_graph_task_id() != -1 and repeats_a_forward()):
-            with self._timed():
-                for part in parts:
-                    self._take(layer + part.suffix, module, None, part)
+            for part in parts:
+                self._take(layer + part.suffix, module, None, part)
 
     def _take(self, layer: str, module: nn.Module, adapter: Adapter | None, part: Part) -> None:
         linear = self._linears.get(layer)
@@ -585,10 +580,9 @@ class ModuleTap:
     def _gradient(self, period: int, hand: _Hand, shape: torch.Size, gradient: Tensor) -> None:
         if torch.compiler.is_compiling() or period != self._period:
             return
-        with self._timed():
-            if gradient.shape != shape:
-                gradient = gradient.detach().reshape(shape)
-            hand(gradient)
+        if gradient.shape != shape:
+            gradient = gradient.detach().reshape(shape)
+        hand(gradient)
 
     def _hand(
         self,
@@ -630,10 +624,6 @@ def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
 
 
-def _has_doors(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLayer)
-
-
 def _casts(layer: Any) -> bool:
     """Whether the last call of an ottava layer cast anything: in high precision it does not use its doors."""
     call = layer.last_call
@@ -645,6 +635,10 @@ def _living_linears() -> int:
     """The number of layers of known classes in this process. Reads every object, so call it once."""
     count = 0
     for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module) and adapter_of(thing) is not None and not _has_doors(thing):
+        if (
+            issubclass(type(thing), nn.Module)
+            and adapter_of(thing) is not None
+            and not isinstance(thing, QuantizedLayer)
+        ):
             count += 1
     return count

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +44,45 @@ class Trigger:
         """Facts of the event; without layer and tensor if they are empty."""
         place = {"layer": self.layer, "tensor": self.tensor} if self.layer else {}
         return {"reason": self.reason, "value": self.value, "threshold": self.threshold, **place}
+
+
+class Spent:
+    """The time that watching takes on the host, without that of the experiments inside it.
+
+    A context around whatever the training waits for; the outermost one counts.
+
+    Args:
+        experiments: their seconds so far.
+
+    Example:
+        >>> spent = Spent(lambda: 0.0)
+        >>> with spent, spent:
+        ...     inside = spent.seconds
+        >>> 0 < inside < spent.seconds == spent.seconds
+        True
+    """
+
+    def __init__(self, experiments: Callable[[], float]) -> None:
+        self._experiments, self._depth, self._done, self._began = experiments, 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._done + (self.now() - self._began if self._depth else 0.0)
+
+    def now(self) -> float:
+        """A clock that stands still while experiments run."""
+        return time.perf_counter() - self._experiments()
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began = self.now()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth == 1:
+            self._done += self.now() - self._began
+        self._depth -= 1
 
 
 class Jump(NamedTuple):

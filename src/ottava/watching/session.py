@@ -50,7 +50,7 @@ from ottava.watching.loss import LossTap, Share, of_step
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
 from ottava.watching.readback import Amaxes, Ended, Reading
-from ottava.watching.schedule import Jumps, Schedule, Trigger
+from ottava.watching.schedule import Jumps, Schedule, Spent, Trigger
 from ottava.watching.sinks import make_sinks, publish
 from ottava.watching.training import UPDATES, TrainingTap
 
@@ -162,7 +162,6 @@ class Watch:
             model=model,
             wants=self.collector.wants,
             asked=lambda layer: matches(layer, config.layers),
-            timed=self.collector.timed,
             learned=self._learned,
             guard=self._outlived,
         )
@@ -170,11 +169,12 @@ class Watch:
             model,
             batches=config.batches,
             report=self._reports,
-            timed=self.collector.timed,
             by_hand=self._end_step,
             guard=self._outlived,
         )
         self.laboratory = self._make_laboratory(step)
+        self.spent = Spent(lambda: self.laboratory.seconds)
+        """What the watch takes of the host's time."""
         told = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
         self.losses = LossTap(*told, guard=self._outlived)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
@@ -244,7 +244,7 @@ class Watch:
 
     def step(self) -> None:
         """Ends a step. Without an optimizer of torch's, a step ends with the next forward if weights have changed."""
-        self._end_step()
+        self._outlived(self._end_step, closes=True)()
 
     def on_look(self, callback: Callable[[int, Table], object]) -> None:
         """Calls the callback, such as a `Fallback`, with the step and its statistics after every full look."""
@@ -362,7 +362,7 @@ class Watch:
     @property
     def overhead(self) -> float:
         """Share of the host's time since the start that watching took."""
-        return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
+        return self.spent.seconds / max(time.perf_counter() - self._started, 1e-9)
 
     # --- calls from the taps --------------------------------------------------------------------------------------
 
@@ -377,7 +377,8 @@ class Watch:
                 return None
             try:
                 if not self._failed:
-                    return hook(*given, **named)
+                    with self.spent:
+                        return hook(*given, **named)
             except self.OWN as error:
                 if error is self._theirs:
                     raise
@@ -417,20 +418,17 @@ class Watch:
         self._loss_parts.append(known.detach().to(torch.float32))
 
     def _learned(self) -> None:
-        with self.collector.timed():
-            for known in self.modules.names.roots():
-                self.training.adopt(known)
+        for known in self.modules.names.roots():
+            self.training.adopt(known)
         self.laboratory.learned()
 
     def _rooted(self, roots: Sequence[Tensor]) -> None:
-        with self.collector.timed():
-            self.training.rooted(roots)
+        self.training.rooted(roots)
         for root in roots:
             self.modules.look_back(root)
 
     def _backward_ended(self, scale: Tensor | None) -> None:
-        with self.collector.timed():
-            self.training.backward_ended(scale)
+        self.training.backward_ended(scale)
         self.laboratory.backward_ended()
 
     def _models(self) -> list[nn.Module]:
@@ -477,11 +475,8 @@ class Watch:
             self.cures.before(optimizer)
         if self._paused or (self._idle and not self.laboratory.captures) or not self._is_ours(optimizer):
             return
-        with self.collector.timed():
-            self.training.before(optimizer)
-        before = self.laboratory.seconds
+        self.training.before(optimizer)
         self.laboratory.before_step(optimizer)
-        self._step_started += self.laboratory.seconds - before  # no second of the training's
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self.cures is not None:
@@ -490,11 +485,8 @@ class Watch:
             return
         if not self.training.knows(optimizer):
             self.laboratory.renewed()
-        with self.collector.timed():
-            self.training.after(optimizer, self.modules.names.parameter)
-        before = self.laboratory.seconds
+        self.training.after(optimizer, self.modules.names.parameter)
         self.laboratory.after_step()
-        self._step_started += self.laboratory.seconds - before
         if self._ends_step(optimizer):
             self._stepped.clear()
             self._end_step()
@@ -532,8 +524,7 @@ class Watch:
     # --- the end of a step ----------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        entered = time.perf_counter()
-        before = self.collector.seconds
+        entered = self.spent.now()
         self._active = False
         self.steps_done += 1
         step = self.steps_done
@@ -542,8 +533,6 @@ class Watch:
         if self._idle:
             self._end_idle_step(entered)
             return
-        if not looked:
-            self._light_seconds += self.collector.seconds - self._seconds_before
         if (looked or self.collector.noting) and (text := self.modules.looked()) is not None:
             self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
@@ -555,12 +544,12 @@ class Watch:
         self._ended.append(Ended(step, numbers, tallies, light.keys, reading, looked, training))
         self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
         self._arm(step + 1)
-        now = time.perf_counter()
-        self.collector.seconds = before + (now - entered)
+        before, self._seconds_before = self._seconds_before, self.spent.seconds
         if looked:
-            self._look_seconds = self.collector.seconds - self._seconds_before
-        self._seconds_before = self.collector.seconds
-        self._step_started = now
+            self._look_seconds = self._seconds_before - before
+        else:
+            self._light_seconds += self._seconds_before - before
+        self._step_started = self.spent.now()
 
     def _end_idle_step(self, entered: float) -> None:
         """Keeps the loss of a step that is not looked at."""
@@ -573,9 +562,8 @@ class Watch:
         self._ended.append(Ended(self.steps_done, numbers, self._nothing, (), reading, False, facts))
         self._settle(wait=False)
         self._arm(self.steps_done + 1)
-        self._step_started = time.perf_counter()
-        self.collector.seconds += self._step_started - entered
-        self._seconds_before = self.collector.seconds
+        self._step_started = self.spent.now()
+        self._seconds_before = self.spent.seconds
 
     def _settle(self, *, wait: bool) -> None:
         """Records ended steps in order, as far as their numbers have arrived; all of them if `wait`."""
@@ -705,7 +693,7 @@ class Watch:
         if not self._budgeted or not self._looks:
             return True
         now = time.perf_counter()
-        return self.collector.seconds + self._look_seconds <= self.config.max_overhead * (now - self._started)
+        return self.spent.seconds + self._look_seconds <= self.config.max_overhead * (now - self._started)
 
     def _check_patterns(self, names: Sequence[str]) -> None:
         chosen: tuple[Any, ...] = (*self.config.looks, *self.config.dump.periods, *self.config.interventions)
@@ -746,7 +734,7 @@ class Watch:
 
     def _describe_run(self, final: bool = False) -> None:
         facts = {"looks": self._looks, "steps": self.steps_done}
-        overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
+        overhead = {"watching_s": self.spent.seconds, "total_s": time.perf_counter() - self._started}
         training = self.training.describe(final)
         training["weights"] = self._weights or training["weights"]
         seen = coverage(self.doors, self.modules, trained=self.steps_done > 0)

@@ -22,7 +22,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -86,7 +85,6 @@ class TrainingTap:
         model: the model; None: those that `adopt` gets.
         batches: whether to hash inputs and labels.
         report: gets the facts of an event.
-        timed: a context around the work.
         guard: wraps what a forward calls.
 
     Example:
@@ -104,12 +102,11 @@ class TrainingTap:
         *,
         batches: bool = True,
         report: Callable[..., None] = lambda kind, **facts: None,
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         by_hand: Callable[[], None] = lambda: None,
         guard: Guard = lambda hook: hook,
     ) -> None:
         self._on_begin, self._on_end = guard(self._begins), guard(self._forwarded)
-        self._hashes, self._report, self._timed, self._by_hand = batches, report, timed, by_hand
+        self._hashes, self._report, self._by_hand = batches, report, by_hand
         self.batches = Batches()
         self.gradients = Gradients()
         self._roots: list[tuple[weakref.ref[nn.Module], Any]] = []
@@ -226,13 +223,12 @@ class TrainingTap:
         if self.idle and trains:
             self.batches.forwards += 1
             return
-        with self._timed():
-            self._note_mode(module, trains, args, kwargs)
-            if trains:
-                given = (args, kwargs) if self._hashes else ((), {})
-                self.batches.forward(*given, training=module.training)
-            elif module.training and any(p.requires_grad for p in module.parameters()):
-                self._evaluations += 1
+        self._note_mode(module, trains, args, kwargs)
+        if trains:
+            given = (args, kwargs) if self._hashes else ((), {})
+            self.batches.forward(*given, training=module.training)
+        elif module.training and any(p.requires_grad for p in module.parameters()):
+            self._evaluations += 1
 
     def _note_mode(self, module: nn.Module, trains: bool, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Reports each combination of modes once: whether gradients are on, `training`, and the recipe that ran."""
