@@ -304,11 +304,18 @@ def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path)
             {**other_data, "move": lambda n, s: {**grows(n, s), "gradient": 2e-3}},
             "their gradients differ from step 1 on: nobody averaged them",
         ),
+        "an average now and then": (
+            {
+                "change": lambda s: {"input_hash": 900.0 + s, "weights": 7.0 + (s % 10 > 0)},
+                "move": grows,
+            },
+            "",
+        ),
         "averaged by the optimizer": ({**other_data, "move": lambda n, s: {"gradient": 2e-3}}, ""),
         "validation on one rank": ({"change": lambda s: {"forwards": 1.0 + (s == 9), "input_hash": 900.0 + s}}, ""),
     }
     for name, (how, sentence) in said.items():
-        result = diagnose(record(tmp_path / name, ranks={1: how}))
+        result = diagnose(record(tmp_path / name, lambda s: {"weights": 7.0}, ranks={1: how}))
         assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
         assert sentence in result.sentence
     falls = lambda s: {"loss": 4.0 - 0.05 * s}  # noqa: E731
@@ -552,6 +559,11 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "a policy": {"change": rises, "experiments": tuple(trial(step, 3.0, 1.1) for step in (5, 10, 20))},
         "nothing tried": {"move": lambda n, s: {"gradient": 0.0} if n.startswith("layers") else {}},
         "frozen statistics": {**BREAKS["M6"], "change": lambda s: {"train_forwards_in_eval_mode": 1.0}},
+        "first turns": {"change": lambda s: {**jump(s), "kept_gradient": float(1 < s < 4)}},
+        "a long step": {
+            "change": lambda s: {"loss": 4.0 - 0.02 * s + 2.0 * (s == 20)},
+            "experiments": ({**trial(19, 3.0), "why": "the step made its own batch worse"},),
+        },
         "hidden tokens": {
             "change": lambda s: {f"labels_ahead_{k}_pct": 10.0 for k in range(3)},
             "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": True, "mixes": False},),
@@ -755,6 +767,20 @@ def test_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
         line = {"step": 13, "from": 5, "kind": "optimizer", "error": error, "converts": False}
         result = diagnose(record(tmp_path / f"twin {error}", parameters=low, experiments=(line,)))
         assert first(result) == found, (error, result.sentence)
+
+
+def test_a_conversion_that_nobody_tried_is_not_cleared(tmp_path: Path) -> None:
+    """An average of the weights, or a moment, in FP8: the gradient says nothing of it."""
+    elsewhere = {"step": 5, "kind": "conversion", "where": "train.py:7"}
+    for error, ends in ((None, "No experiment tries that."), (0.0, "It moves no weight;"), (0.03, "3 % apart.")):
+        lines = (shadow(5, 0.01), shadow(10, 0.01), elsewhere)
+        if error is not None:
+            lines += ({"step": 14, "kind": "optimizer", "from": 6, "error": error, "converts": True},)
+        result = diagnose(record(tmp_path / f"{error}", casts=True, experiments=lines))
+        assert (result.fp8, result.findings) == ("unknown", [])
+        assert "outside the model, too: train.py:7." in result.sentence
+        assert ends in result.sentence
+    assert diagnose(record(tmp_path / "none", casts=True, experiments=lines[:2])).fp8 == "innocent"
 
 
 def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:

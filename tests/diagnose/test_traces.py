@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from diagnose.test_diagnose import record, shadow
-from ottava.diagnose.calls import apart, parting, stale, starts_high
+from ottava.diagnose.calls import Call, _walk, apart, parting, stale, starts_high
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.facts import Facts
 from ottava.record.reader import Run
@@ -369,3 +369,50 @@ def test_an_evaluation_that_is_given_other_numbers_is_told(tmp_path: Path) -> No
     # other numbers of the training come first, and a healthy run has nothing
     assert said not in diagnose(run("moved"), baseline=good).sentence
     assert not diagnose(run("again"), baseline=good).findings
+
+
+def test_a_tensor_that_one_run_alone_reads_is_not_held_against_another() -> None:
+    """The good run reads a mask before the data that both read."""
+    mask, data = ["bool[8]", 7, 0.1, 0.3, 0.0, 0], ["i64[8]", 9, 4.0, 5.0, 0.2, 0]
+
+    def call(name: str, line: int, result: Any, *arguments: str) -> Call:
+        place = ("train.py", line, "main", f"line {line}", "", 0)
+        return Call(name, place, "", arguments, (), (result,), False, False)
+
+    mine = [call("given", 5, mask), call("__invert__", 5, mask, "bool[8]")]
+    both = [call("given", 6, data), call("sum", 6, data, "i64[8]"), call("mean", 7, data, "i64[8]")]
+    assert _walk([*mine, *both], both, values=True) == ("call", mine[1], None)
+    assert _walk(both, [*mine, *both], values=True) == ("call", None, mine[1])
+
+
+def test_a_wrapper_that_a_run_goes_around_is_told_by_the_lines(tmp_path: Path) -> None:
+    """Equal calls with equal results: what differs is who comes to them, as where DDP's forward is left out."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.net(x)
+            return y
+
+    def run(around: bool) -> Facts:
+        torch.manual_seed(0)
+        model = Wrapper()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ottava.watch(None, tmp_path / f"{around}"):
+            for _ in range(3):
+                x = torch.randn(4, 8)
+                y = model.net(x) if around else model(x)
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return Facts(Run.open(tmp_path / f"{around}"))
+
+    found = parting(run(False), run(True), values=True)
+    assert found is not None
+    first = run.__code__.co_firstlineno
+    line = f"test_traces.py:{first + 7}"
+    assert f"→ {line} in module 0, in the good run at test_traces.py:" in found.sentence
+    assert f"→ {line} → test_traces.py:{first - 3} in module net.0." in found.sentence

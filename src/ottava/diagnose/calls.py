@@ -396,8 +396,13 @@ def _aligned(
     matcher = difflib.SequenceMatcher(None, [*map(key, a)], [*map(key, b)], autojunk=False)
     tag, *ends = next(code for code in matcher.get_opcodes() if code[0] != "equal")
     mine, theirs = a[ends[0] : ends[1]], b[ends[2] : ends[3]]
-    if all(c.name == "given" for c in (*mine, *theirs)):  # one run alone changes the tensor where nobody sees it
-        return "given", next(iter(mine), None), next(iter(theirs), None)
+    if all(c.name == "given" for c in (*mine, *theirs)):
+        one, other = next(iter(mine), None), next(iter(theirs), None)
+        # of other kinds or places they are other tensors: what is done with them says more
+        done, there = ([c for c in calls if c.name != "given"] for calls in (a, b))
+        if one is None or other is None or one.key == other.key or not (done and there):
+            return "given", one, other  # one run alone changes the tensor where nobody sees it
+        return _aligned(done, there, key)
     # what a call gets says less than the call
     one, other = (next((c for c in calls if c.name != "given"), calls[0]) for calls in (a, b))
     if tag == "insert":
@@ -476,6 +481,8 @@ def _sentence(kind: str, one: Call | None, other: Call | None) -> Iterator[str]:
         elif pairs:
             mine, theirs = (", ".join(side) for side in zip(*pairs, strict=True))
             yield f"`{other.name}` at {other.where} gets {theirs}, in the good run {mine}."
+        elif _labels(one) == _labels(other):
+            yield f"`{other.place[3]}` runs {_from(other)}, in the good run {_from(one)}."
         else:
             yield f"`{other.name}` at {other.where} gives {_labels(other)}, in the good run {_labels(one)}."
     elif kind == "call":
@@ -493,6 +500,12 @@ def _sentence(kind: str, one: Call | None, other: Call | None) -> Iterator[str]:
         drew = ": it drew other random numbers" if kind == "random" else ""
         same = ", from the same input" if one.sources == other.sources else ""
         yield f"{_values(one, other)}{same}{drew}."
+
+
+def _from(call: Call) -> str:
+    """The lines of the script that come to a call, and the module that it runs in."""
+    lines = " → ".join([*reversed(call.place[6:]), f"{call.place[0]}:{call.place[1]}"])
+    return f"at {lines} in module {call.module}" if call.module else f"at {lines}"
 
 
 def _labels(call: Call) -> str:

@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (265, 278), "difference": (188, 226), "law": (218, 285), "software": (18, 20)}
+    {"fp8": (278, 293), "difference": (200, 238), "law": (225, 295), "software": (18, 20)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
@@ -382,9 +382,10 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
 
 def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks: Sequence[str]) -> Finding:
     late = happened is not None and how.since is not None and how.since > happened.step + 1
-    # a loss that comes back asks for no cause that a number only suggests
-    passing = happened is not None and happened.kind == "leaves" and happened.stays is None
-    late = late or (passing and not (how.shown or (law.exact and law.id != "O7")))
+    # a loss that comes back asks for no cause that a number only suggests, and for no other if it was single batches
+    if happened is not None and happened.kind == "leaves" and happened.stays is None:
+        shown = how.shown and (law.exact or not facts.loss.only_a_batch(happened.step))
+        late = late or not (shown or (law.exact and law.id != "O7"))
     if how.grave and law.id in _ALWAYS:
         severity = "critical"
     elif late or (not how.grave and (happened is None or law.id in _MEANT)):
@@ -401,7 +402,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
     values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
     loaded = next((e for e in facts.run.training if e.get("kind") == "load"), {})
-    values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", ""))) or "module."
+    values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", "")))
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
         "raise_lr": {"lr": times},

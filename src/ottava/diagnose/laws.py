@@ -281,9 +281,14 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"{said}{ends}.", where=tuple(dead), grave=share > 0.3 and bool(tried))
 
 
+_TURNS = 10  # steps
+
+
 def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
     kept = facts.column("kept_gradient")
     if kept is None or (hit := np.nan_to_num(kept) > 0).sum() < 2:
+        return None
+    if not hit[_TURNS:].any() and len(hit) > 2 * _TURNS:  # before each of several optimizers had its first turn
         return None
     return Broken(
         f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began.",
@@ -605,8 +610,8 @@ def _nothing_loaded(facts: Facts, event: Event | None) -> Broken | None:
         return None
     one = loads[0]
     named = f"it has {one['given']} as `{one['theirs']}`, the model {one['own']} as `{one['mine']}`"
-    return Broken(f"A checkpoint was loaded at step {one['step']}, and no name of it is one of the model: {named}.",
-                  int(one["step"]))  # fmt: skip
+    said = f"A checkpoint was loaded at step {one['step']}, and no name of it is one of the model: {named}."
+    return Broken(said, int(one["step"]), remedy="" if one["theirs"].endswith(f".{one['mine']}") else "names")
 
 
 def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:

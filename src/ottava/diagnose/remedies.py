@@ -35,6 +35,7 @@ def _lr(value: str) -> dict[str, str]:
     }
 
 
+_LOAD = "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit."
 REMEDIES: Mapping[str, Remedy] = MappingProxyType(
     {
         # the training
@@ -118,8 +119,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Divide the gradients by the GradScaler's factor before they are clipped.",
             patch={"torch": "scaler.unscale_(optimizer)    # before clip_grad_norm_"},
         ),
+        "names": Remedy(_LOAD),
         "load": Remedy(
-            "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit.",
+            _LOAD,
             patch={
                 "torch": "state = {name.removeprefix('${prefix}'): x for name, x in state.items()}\n"
                 "model.load_state_dict(state)"

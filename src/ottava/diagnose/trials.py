@@ -115,11 +115,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         return spoiled
     if facts.casts is False and outside:
         said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
-        tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
-        ends = " No experiment tries that."
-        if tried:
-            ends = f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
-        return Trial("unknown", (said + ends,))
+        return Trial("unknown", (said + _ways(facts),))
     if facts.casts is False and (read := reads_codes(facts)) is not None:
         return Trial("unknown", (f"No layer casts, but {read.where} reads FP8 numbers. No experiment tries that.",))
     if facts.casts is False:
@@ -139,7 +135,20 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     wrong = (
         (_muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) if found.part != "guilty" else None
     )
+    if wrong is None and found.part == "innocent" and outside:  # an average or a moment may lose what no gradient shows
+        said = f"{found.tried[0]} The script converts to FP8 outside the model, too: {outside}.{_ways(facts)}"
+        return replace(found, part="unknown", tried=(said,))
     return wrong or _placed(facts, found)
+
+
+def _ways(facts: Facts) -> str:
+    """What was tried of a conversion outside of the model."""
+    tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
+    if not tried:
+        return " No experiment tries that."
+    if not tried[0]["error"]:
+        return " It moves no weight; what else it does was not tried."
+    return f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
 
 
 def _spoils(facts: Facts, event: Event) -> Trial | None:
@@ -480,8 +489,10 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
         return trial  # the gradient's worst parameters say nothing of the loss
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
-    layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]
-    return replace(trial, place=tuple({"layer": n} for n in layers))
+    layers = [str(w["parameter"]).rpartition(".")[0] for w in worst if w.get("parameter")]
+    known = {str(n) for n in facts.real_casts()["layer"]}
+    cast = [n for n in layers if not known or n in known]  # a norm behind a cast is hurt, too
+    return replace(trial, place=tuple({"layer": n} for n in cast[:1]))
 
 
 def spoken(site: str) -> str:
@@ -509,7 +520,8 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
         elif site := part.get("site") or part.get("outside"):
             words.append(spoken(site))
         elif gemm:
-            words.append(f"{symbol(operand)} of {layer}'s {gemm}" if operand else f"{layer}'s {gemm}")
+            of = "both operands" if operand == "both" else symbol(operand)
+            words.append(f"{of} of {layer}'s {gemm}" if operand else f"{layer}'s {gemm}")
         else:
             words.append(f"{symbol(operand)} of {layer}" if operand else layer)
     return some(words)

@@ -107,8 +107,11 @@ class Call:
     unlinked: Notes = field(default_factory=list)
     """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
     trained: Call | None = None
+    first: bool = True
+    """Whether the layer has no earlier call."""
 
     def __post_init__(self, before: Call | None) -> None:
+        self.first = before is None
         self.trained = None if self.training or before is None else before.last_training
 
     @property

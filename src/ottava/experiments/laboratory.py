@@ -305,7 +305,7 @@ class Laboratory:
         self._postponed = False
         self._simulated = self._failures = 0
         self._first_loss = math.nan
-        self._ablated: int | None = None
+        self._ablated: dict[str, int] = {}  # "gradient" or "loss" -> step
         self._pending: tuple[Shadow, dict[str, Any] | None] | None = None
         self._versions: list[int] = []
         self._blamed: list[tuple[str, str]] = []
@@ -651,7 +651,7 @@ class Laboratory:
                     search.error = facts["loss"] - (exact := facts["loss_without"])
                     search.excess = lambda found: (shadow.loss_of(found) or 0.0) - exact
                 if (found := search.facts()) is not None:
-                    self._ablated = self._step
+                    self._ablated[worth] = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
 
@@ -672,8 +672,7 @@ class Laboratory:
 
     def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> str:
         """What the casts hurt, if the search for the worst of them is not too soon or, with a budget, too dear."""
-        early = self._ablated is not None and self._step - self._ablated < self._every
-        if early or facts["error"] is None:
+        if facts["error"] is None:
             return ""
         what, about = "gradient", (facts["error"], facts.get("noise"), facts.get("bias"), casts.bits)
         sure = gradient_hurts(*about)
@@ -682,6 +681,8 @@ class Laboratory:
             if exact is None or not loss_taken(self._first_loss, facts["loss"], exact):
                 return ""
             what, sure = "loss", True
+        if self._step - self._ablated.get(what, -self._every) < self._every:
+            return ""
         # what may be noise is searched for once it is paid for; ranks must agree, clocks do not
         if (sure and self._early == EARLY) or self._why != "schedule" or not _alone():
             return what

@@ -103,9 +103,7 @@ class Replay:
         with untouched(self.model), random_states_kept(self.random):
             context = autocast() if own else autocast(recipe, enabled=recipe is not None)
             with torch.set_grad_enabled(self.target == "gradient"), context, torch.compiler.set_stance("force_eager"):
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "recipe .* is running on float32")  # the training warned already
-                    value = self.loss(self.model, self.batch)
+                value = self.loss(self.model, self.batch)
                 if self.target == "gradient":
                     value.backward()
             gradients = tuple(p.grad for p in parameters) if self.target == "gradient" else ()

@@ -406,8 +406,9 @@ def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
         return input if call.produce is not None else input.to(call.dtype)  # a norm reads the input in its own dtype
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         _refuse_mixed(layer.name, input, weight, bias)
-    if input.dtype == torch.float32 and not torch.compiler.is_compiling():
-        # Python shows the same warning from the same place once, so a model of 200 layers shows it once
+    if input.dtype == torch.float32 and call.first and not torch.compiler.is_compiling():
+        # Python shows the same warning from the same place once, so a model of 200 layers shows it once; and again
+        # behind any `catch_warnings`, as pandas has many, so it belongs to a layer's first call
         warnings.warn(
             f"recipe {call.recipe.name!r} is running on float32 inputs: casts read twice the bytes and all that is not "
             "a GEMM stays in float32, which can make FP8 slower than BF16 (TransformerEngine #1119: 104 ms against "

@@ -151,7 +151,8 @@ class TrainingTap:
             own = [name for name, _ in module.named_parameters()]
             given = [name for name, x in state_dict.items() if isinstance(x, Tensor)]
             if own and given and {*own} <= {*getattr(result, "missing_keys", ())}:
-                report("load", own=len(own), given=len(given), mine=own[0], theirs=given[0])
+                theirs = next((name for name in given if name.endswith(f".{own[0]}")), given[0])
+                report("load", own=len(own), given=len(given), mine=own[0], theirs=theirs)
             return result
 
         self._loaded = loaded
@@ -384,6 +385,7 @@ class TrainingTap:
             changed = ((now != torch.cat([x.to(now.device) for _, x in left])) & now.isfinite()).float()
             shares = [x.mean() for x in changed.split([x.numel() for _, x in left])]
             self._numbers["written"] = torch.stack(shares).amax().reshape(1)
+            self._numbers["weights"] = now.sum(dtype=torch.float64).reshape(1)
 
     def _note_held(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """Notes every tensor that an optimizer holds, with its settings; those of no model get a name of their own."""
