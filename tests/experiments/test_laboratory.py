@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.diagnose.diagnose import diagnose
+from ottava.experiments import laboratory
 from ottava.experiments.laboratory import EARLY, Laboratory
 from ottava.record.reader import Run
 from ottava.watching.session import watch
@@ -38,6 +40,16 @@ def test_shadow_steps_come_early_and_then_by_the_period(tmp_path: Path) -> None:
         lines = [e for e in trained(tmp_path / mode, convert=convert).experiments if e["kind"] == "shadow"]
         assert [e["step"] for e in lines] == [step for step in EARLY if step <= 12]
         assert {e["mode"] for e in lines} == {mode}
+
+
+@pytest.mark.parametrize("cheap", (math.inf, 0.0))
+def test_a_shadow_that_takes_long_waits_until_it_is_paid_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap: float
+) -> None:
+    monkeypatch.setattr(laboratory, "_CHEAP", cheap)
+    monkeypatch.setattr(laboratory, "_SHARE", 0.0)  # nothing is paid for
+    lines = trained(tmp_path, convert=True, steps=24).experiments
+    assert [e["step"] for e in lines if e["kind"] == "shadow"] == ([5, 10, 20] if cheap else [5, 10])
 
 
 def test_a_step_makes_its_own_batch_better_unless_it_is_too_long(tmp_path: Path) -> None:

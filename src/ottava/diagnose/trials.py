@@ -135,10 +135,15 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     wrong = (
         (_muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) if found.part != "guilty" else None
     )
-    if wrong is None and found.part == "innocent" and outside:  # an average or a moment may lose what no gradient shows
+    # an average or a moment may lose what no gradient shows; a gradient that is converted on its way was tried
+    on_the_way = any(_number(e, "replay_error") > _TOUCHED for e in shadows)
+    if wrong is None and found.part == "innocent" and outside and not on_the_way:
         said = f"{found.tried[0]} The script converts to FP8 outside the model, too: {outside}.{_ways(facts)}"
         return replace(found, part="unknown", tried=(said,))
     return wrong or _placed(facts, found)
+
+
+_TOUCHED = 0.01  # of the gradient's norm
 
 
 def _ways(facts: Facts) -> str:
@@ -492,6 +497,7 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst if w.get("parameter")]
     known = {str(n) for n in facts.real_casts()["layer"]}
     cast = [n for n in layers if not known or n in known]  # a norm behind a cast is hurt, too
+    cast = [hurt.layer] if (hurt := damage(facts)).layer else cast  # what is before it may make its parameters' error
     return replace(trial, place=tuple({"layer": n} for n in cast[:1]))
 
 

@@ -234,6 +234,8 @@ _LONGER = 100
 """Times a step that is tried where the step helps: a healthy one would go far too far."""
 _SHARE = 0.02
 """The largest share of the run's time for shadows behind the first ones."""
+_UNPAID, _CHEAP = EARLY[1], 1.0
+"""Up to this step shadows come whatever they cost; the early ones behind it, if the last took no more seconds."""
 _PRICE = 4
 """Steps that a shadow takes the time of: two and a half passes forward and backward, and one forward."""
 _SEARCH = 10
@@ -304,6 +306,7 @@ class Laboratory:
         self._last_trigger = -_BETWEEN_TRIGGERS
         self._postponed = False
         self._simulated = self._failures = 0
+        self._price = 0.0  # seconds of the last shadow
         self._first_loss = math.nan
         self._ablated: dict[str, int] = {}  # "gradient" or "loss" -> step
         self._pending: tuple[Shadow, dict[str, Any] | None] | None = None
@@ -455,6 +458,7 @@ class Laboratory:
         if self._why:
             with self._safely("shadow"):
                 self._experiment(program)
+            self._price = time.perf_counter() - began
         elif self._step - self._first <= self._measured:
             try:
                 self._pending = (self._shadow(program), None)
@@ -574,7 +578,8 @@ class Laboratory:
         if not (due or self._postponed):
             return ""
         spent = self.seconds / max(time.perf_counter() - self._started, 1e-9)
-        broke = number not in self._early and spent > self._share
+        free = number in self._early and (number <= _UNPAID or self._price <= _CHEAP)
+        broke = not free and spent > self._share
         self._postponed = _alone() and broke  # ranks must agree, clocks do not
         return "" if self._postponed else "schedule"
 

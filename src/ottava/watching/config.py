@@ -220,9 +220,10 @@ class WatchConfig(Section):
     """Largest share of the run's time for watching; only if `every` is None. Shadow steps get as much again, at most
     2 %. What happens after a trigger is not held back."""
     early: bool = True
-    """The looks at steps 2, 4, 8, ... and the shadow steps 10, 20, 80, 320 and 1,280 come whatever they cost.
-    False: after the first look and the first shadow step, none that `max_overhead` has not paid for. Where the
-    facts of a step cost more than that, the steps between have their loss and their time only."""
+    """The looks at steps 2, 4, 8, ... and the shadow step 10 come whatever they cost; those of 20, 80, 320 and 1,280,
+    if one takes less than a second. False: after the first look and the first shadow step, none that `max_overhead`
+    has not paid for. Where the facts of a step cost more than that, the steps between have their loss and their time
+    only."""
 
     @field_serializer("recipes")
     def _names(self, recipes: tuple[str | Recipe, ...]) -> list[str]:
