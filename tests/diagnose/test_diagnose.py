@@ -290,6 +290,22 @@ def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) 
         assert all(f.stage != "fp8" for f in result.findings)
 
 
+def test_micro_batches_of_which_the_last_alone_counts(tmp_path: Path) -> None:
+    """Backwards that add to nothing, and whose sum is not what arrives; but no probe, and no gradient made by hand."""
+
+    def said(name: str, *, backwards: float = 4.0, added: float = 0.0, used: float = 1.5, error: float = 0.8) -> bool:
+        change = lambda s: {"backwards": backwards, "accumulated": added, "grad_norm": 1.5, "grad_norm_used": used}  # noqa: E731
+        lines = tuple(shadow(step, 0.01, tail="replayed", replay_error=error) for step in (5, 10))
+        result = diagnose(record(tmp_path / name, change, experiments=lines))
+        return "none adds to the gradient of the one before" in result.sentence
+
+    assert said("cleared before each backward")
+    assert not said("a second pass", backwards=2.0)
+    assert not said("accumulated", added=3.0)
+    assert not said("put together by hand", used=1.2)
+    assert not said("what arrives is the sum", error=0.01)
+
+
 def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path) -> None:
     """Settings, steps, weights and gradients; but neither weights that are split nor what one rank may do alone."""
     other_data = {"change": lambda s: {"input_hash": 900.0 + s, "label_hash": 900.0 + s, "loss": 2.0}}

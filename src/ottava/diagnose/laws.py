@@ -282,9 +282,12 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _TURNS = 10  # steps
+_APART = 0.3  # of the gradient: micro-batches have more in common than their noise
 
 
 def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
+    if (lost := _lost_backwards(facts)) is not None:
+        return lost
     kept = facts.column("kept_gradient")
     if kept is None or (hit := np.nan_to_num(kept) > 0).sum() < 2:
         return None
@@ -294,6 +297,25 @@ def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
         f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began.",
         facts.since(hit),
     )
+
+
+def _lost_backwards(facts: Facts) -> Broken | None:
+    """Of several micro-batches the last alone reaches the optimizer. A second pass for one step, as of a probe, is
+    meant, and so are gradients that are put together by hand: then the norm of the last is not that of the step."""
+    names = ("backwards", "accumulated", "grad_norm", "grad_norm_used")
+    columns = [facts.column(name) for name in names]
+    if any(column is None for column in columns):
+        return None
+    count, added, last, used = np.stack([column for column in columns if column is not None])[:, 1:]
+    known = np.isfinite(count) & np.isfinite(added)
+    shadows = (e for e in facts.experiments("shadow") if e.get("tail") == "replayed" and _known(e, "replay_error"))
+    apart = [float(e["replay_error"]) for e in shadows]
+    alone = bool(known.any()) and (count[known] > 2).all() and not added[known].any()
+    if not alone or len(apart) < 2 or min(apart) < _APART or not np.allclose(last, used, rtol=1e-3, equal_nan=True):
+        return None
+    said = f"Each step has {np.median(count[known]):.0f} backwards, and none adds to the gradient of the one before: "
+    said += f"what the optimizer gets differs from their sum by {100 * min(apart):.3g} % or more."
+    return Broken(said, remedy="once")
 
 
 def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
@@ -696,7 +718,7 @@ LAWS: tuple[Law, ...] = (
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
     Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters"),
     Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, True, "graph", "moves"),
-    Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "kept_gradient"),
+    Law("O5", "Gradients are cleared at the wrong time", _kept_gradient, True, "zero_grad", "kept_gradient"),
     Law(
         "O6",
         "The optimizer steps more than once, or forgets its moments",

@@ -62,6 +62,10 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "zero_grad": Remedy(
             "Clear the gradients after each step.", patch={"torch": "optimizer.step()\noptimizer.zero_grad()"}
         ),
+        "once": Remedy(
+            "Clear the gradients once a step, and not before each backward.",
+            patch={"torch": "optimizer.step()\noptimizer.zero_grad()    # behind all micro-batches"},
+        ),
         "divide": Remedy(
             "Divide each loss by the number of micro-batches, or a sum over tokens by those of the whole step.",
             patch={
