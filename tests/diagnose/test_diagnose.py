@@ -575,7 +575,6 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "a policy": {"change": rises, "experiments": tuple(trial(step, 3.0, 1.1) for step in (5, 10, 20))},
         "nothing tried": {"move": lambda n, s: {"gradient": 0.0} if n.startswith("layers") else {}},
         "frozen statistics": {**BREAKS["M6"], "change": lambda s: {"train_forwards_in_eval_mode": 1.0}},
-        "first turns": {"change": lambda s: {**jump(s), "kept_gradient": float(1 < s < 4)}},
         "a long step": {
             "change": lambda s: {"loss": 4.0 - 0.02 * s + 2.0 * (s == 20)},
             "experiments": ({**trial(19, 3.0), "why": "the step made its own batch worse"},),
@@ -583,6 +582,10 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "hidden tokens": {
             "change": lambda s: {f"labels_ahead_{k}_pct": 10.0 for k in range(3)},
             "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": True, "mixes": False},),
+        },
+        "given back": {
+            "change": lambda s: {f"labels_ahead_{k}_pct": 5.0 + 95.0 * (k == 0) for k in range(3)},
+            "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": None},),
         },
         "next tokens": {"change": lambda s: {f"labels_ahead_{k}_pct": 100.0 for k in range(3)}},
     }  # fmt: skip

@@ -56,6 +56,17 @@ class Bags(nn.Module):
         return self.head(self.norm((self.score(x).softmax(self.over) * x).sum(1)))
 
 
+class Hidden(nn.Module):
+    """Parts of each sample are left out, drawn anew in each forward, as of a masked autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x * (torch.rand(x.shape[:2]) < 0.6)[..., None]).sum(1))
+
+
 class Tags(nn.Module):
     """A causal encoder; its places are numbered along the sequence, or by mistake down the batch."""
 
@@ -93,6 +104,7 @@ def test_what_an_output_depends_on_is_tried() -> None:
         (Bags(1), bags, (None, False, False)),
         (Bags(1, norm=True), bags, (None, False, False)),
         (Bags(0), bags, (None, True, None)),
+        (Hidden(), bags, (None, False, False)),
         # nodes of a graph, and a square that may have time in front
         (nn.Linear(8, 3), bags[:, 0], (None, None, None)),
         (Bags(0), torch.randn(8, 8, 8), (None, None, None)),

@@ -53,6 +53,30 @@ def test_each_fault_of_a_loop_is_noted_and_a_clean_loop_is_quiet(tmp_path: Path)
     assert noted("ignored", ignored=3) == {"ignored"}
 
 
+def test_a_gradient_is_kept_by_the_optimizer_that_steps(tmp_path: Path) -> None:
+    """Players that clear before their own turn, rounds with new models and optimizers; and one that never clears."""
+
+    def kept(name: str, forgets: bool = False) -> list[float]:
+        living: list[object] = []
+        with ottava.watch(None, tmp_path / name):
+            for _ in range(2):  # rounds, of which the script keeps everything
+                players = [torch.nn.Linear(8, 8) for _ in range(3)]
+                optimizers = [torch.optim.Adam(player.parameters()) for player in players]
+                living += [players, optimizers]
+                for _ in range(4):
+                    for i, optimizer in enumerate(optimizers):
+                        loss = sum((player(torch.randn(4, 8)).square().mean() for player in players), torch.tensor(0.0))
+                        if not (forgets and i == 1):
+                            optimizer.zero_grad()
+                        loss.backward()  # adds to the gradients of the others
+                        optimizer.step()
+        values: list[float] = Run.open(tmp_path / name).steps["kept_gradient"].tolist()
+        return values
+
+    assert not any(value > 0 for value in kept("clean"))
+    assert sum(value > 0 for value in kept("forgets", forgets=True)) == 2 * 3
+
+
 COUNTS = (
     *("input_nonfinite", "label_nonfinite", "labels_ignored_pct", "extra_steps", "restarts", "shared_parameters"),
 )

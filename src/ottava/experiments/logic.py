@@ -326,7 +326,15 @@ def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
     # what has its samples along another dimension, as the state of an RNN, would stay as it is
     if any(len(main) in x.shape[1:] and len(x) != len(main) for x in inputs if x.dim()):
         return mixes, None
-    return mixes, moved(_turned, _turned, again=lambda x: x)
+    by_place = moved(_turned, _turned, again=lambda x: x)
+    # what is drawn for each sample, as a mask, is drawn by place
+    return mixes, by_place and not _draws(forward, way, own)
+
+
+def _draws(forward: Forward, way: Way, own: list[Tensor]) -> bool:
+    """Whether an evaluation gives other outputs for other random numbers."""
+    again = _run(forward, way, evaluates=True, seed=1)
+    return any(a.shape == b.shape and bool(_moved(a, b).any()) for a, b in zip(own, again, strict=False) if a.dim())
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -340,9 +348,17 @@ def _moved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _run(
-    forward: Forward, way: Way, change: Any = None, *, evaluates: bool = False, seen: _Seen | None = None
+    forward: Forward,
+    way: Way,
+    change: Any = None,
+    *,
+    evaluates: bool = False,
+    seen: _Seen | None = None,
+    seed: int | None = None,
 ) -> list[Tensor]:
     forward.around.restore(forward.module)
+    if seed is not None:
+        torch.manual_seed(seed)
 
     def value(x: Any) -> Any:
         x = x.value() if isinstance(x, Kept) else x

@@ -39,7 +39,6 @@ from ottava.watching.manifest import configured
 from ottava.watching.operands import SHARD, Guard, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
-_RECENT = 64  # backwards in which an optimizer of several has its turn
 _CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
 _GUARDED = 64  # elements of such a weight
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
@@ -111,6 +110,7 @@ class TrainingTap:
         self.gradients = Gradients()
         self._roots: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._numbers: dict[str, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # optimizer -> what its parameters still have when a backward begins
         self._backwards = self._drained_at = 0
         self._evaluations = self._optimizer_steps = self._extra_steps = self._accumulated = 0
         self._stepped_at: dict[int, int] = {}
@@ -266,23 +266,19 @@ class TrainingTap:
         self._backwards += 1
         self.outputs = []
         first = self._backwards - 1 in self._stepped_at.values()  # since an optimizer stepped
+        self._kept = {} if first else self._kept
         if not first and self._backwards > 1:
             self._accumulated += any(p.grad is not None for o in self._living() for p in stepped_by(o))
         if self.idle or capturing():
             return
         if first:
-            # of several optimizers, one may leave its gradients until its own turn, as those of two players do
-            # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
-            # what was left by a model of an earlier phase is nobody's
-            recent = [o for o in self._living() if self._stepped_at.get(id(o), 0) > self._backwards - _RECENT]
-            held = [[p for p in stepped_by(o) if p.grad is not None] for o in recent]
-            if all(held):
-                mine = {id(p) for _, p in self._parameters()}
-                held = [[p for p in stepped_by(o) if id(p) in mine] for o in recent]
-            found = [_left(some) for some in held] if all(held) else []
-            self._numbers["kept_gradient"] = (
-                torch.stack(found).amin().reshape(1) if found else torch.zeros(1, dtype=torch.float32)
-            )
+            # of several optimizers one may leave its gradients until its own turn, so each is asked when it steps; a
+            # flat copy of the parameters takes its gradient by assignment: nothing is added to it
+            self._numbers["kept_gradient"] = torch.zeros(1, dtype=torch.float32)
+            held = {id(o): [p for p in stepped_by(o) if p.grad is not None] for o in self._living()}
+            mine = {id(p) for _, p in self._parameters()} if any(held.values()) else set[int]()
+            held = {o: [p for p in some if id(p) in mine] for o, some in held.items()}
+            self._kept = {o: _left(some).reshape(1) for o, some in held.items() if some}
         self.batches.backward(roots if self._hashes else ())
 
     def backward_ended(self, scale: Tensor | None = None) -> None:
@@ -314,6 +310,9 @@ class TrainingTap:
         if self._frameworks is None:
             self._frameworks = driven_by(sys._getframe(1))
         self._hash_weights()
+        if (kept := self._kept.pop(id(optimizer), None)) is not None and self.knows(optimizer):
+            before = self._numbers.get("kept_gradient", kept)  # of an optimizer that steps in this step, too
+            self._numbers["kept_gradient"] = kept if before.device != kept.device else torch.maximum(kept, before)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         usable = [p for p in parameters if dense(p.grad) is not None and dense(p) is not None]
         tensors = [p for p in usable if p.dim()]
