@@ -6,7 +6,7 @@ four fifths of the gap to the good run are gone. `--laws` counts how often each 
 
 A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
 and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
-`SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and any finding is an alarm. What
+`SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and a finding or no answer is an alarm. What
 `ottava diagnose --json` said is stored beside the truth in benchmarks/results/blind-SET.json. A judge who did not write
 the debugger adds "right" or "wrong". What is said of FP8 is judged here: guilty where the truth says so, nowhere else.
 
@@ -64,7 +64,7 @@ def answered(run: Path, good: Path | None) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = os.times().children_user - before[1]
     if done.returncode:
-        return {"error": done.stderr[-400:], "seconds": seconds}
+        return {"error": done.stderr[-400:].replace(f"{RUNS}/", ""), "seconds": seconds}
     values = json.loads(done.stdout)
     keys = ("verdict", "sentence", "fp8", "event", "tried")
     found = [{k: f[k] for k in ("id", "title", "stage", "severity", "cause", "layers")} for f in values["findings"][:3]]
@@ -82,7 +82,7 @@ def look(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {**case}
     if case.get("clean"):
         result["alone"] = answered(good, None) if not broken else {"error": broken}
-        result["alarm"] = bool(result["alone"].get("findings"))
+        result["alarm"] = bool(result["alone"].get("findings")) or "error" in result["alone"]
         return result
     bad, failed = watched(script, "bad", ranks, at / f"{case['name']}-bad")
     if broken or failed:

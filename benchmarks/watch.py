@@ -127,10 +127,15 @@ def train(pipe: Connection, settings: dict[str, Any] | None, recipe: str, argume
     sizes = {"batch_size": config.batch_size, "length": config.sequence_length}
     batches = [corpus.batch(seed=0, step=step, **sizes) for step in range(1, 17)]
     with ExitStack() as stack:
+        seen, ended = None, time.perf_counter()
         if settings is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(watch(model, Path(folder) / "run", settings))
+            seen = stack.enter_context(watch(model, Path(folder) / "run", settings))
         while count := pipe.recv():
+            if seen is not None:  # shares are of the training's time, and the turns of the others are none of it
+                waited = time.perf_counter() - ended
+                seen._started, seen._mark = seen._started + waited, seen._mark + waited
+                seen.laboratory._started += waited
             started = time.process_time()
             for step in range(count):
                 with torch.autocast("cpu", torch.bfloat16):
@@ -139,6 +144,7 @@ def train(pipe: Connection, settings: dict[str, Any] | None, recipe: str, argume
                 optimizer.step()
                 optimizer.zero_grad()
             pipe.send((time.process_time() - started) / count)
+            ended = time.perf_counter()
 
 
 def time_trainer(target: Path, steps: int, rounds: int) -> None:

@@ -182,3 +182,38 @@ def test_labels_ties_and_cut_branches_are_told_from_what_only_looks_like_them(tm
     layers = {layer["name"]: layer.get("dtypes") for layer in clean.manifest["layers"]}
     assert layers["blocks.0"] == dict.fromkeys(("input", "weight", "grad_output"), "float32")
     assert "shift" in next(line for line in clean.training if line["kind"] == "updates")["parameters"]
+
+
+def test_trainings_by_torch_func_are_watched_and_go_on(tmp_path: Path) -> None:
+    """An evolution strategy and gradients of each sample: no backward, and tensors that end with a transform."""
+
+    def train(way: str) -> Run:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        labels = torch.randint(0, 4, (16,))
+
+        def loss(held: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            scores = torch.func.functional_call(model, held, (x,))
+            return torch.nn.functional.cross_entropy(scores.reshape(-1, 4), y.reshape(-1))
+
+        with ottava.watch(None, tmp_path / way):
+            for _ in range(7):
+                x, held = torch.randn(16, 8), dict(model.named_parameters())
+                if way == "samples":
+                    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
+                    found = {n: g.mean(0) for n, g in each({n: p.detach() for n, p in held.items()}, x, labels).items()}
+                else:
+                    noise = {n: torch.randn(6, *p.shape) for n, p in held.items()}
+                    moved = {n: p + 0.1 * noise[n] for n, p in held.items()}
+                    worth = torch.func.vmap(loss, (0, None, None))(moved, x, labels).detach()
+                    found = {n: torch.einsum("k,k...->...", worth - worth.mean(), e) for n, e in noise.items()}
+                for n, p in held.items():
+                    p.grad = found[n]
+                optimizer.step()
+        return Run.open(tmp_path / way)
+
+    for way in ("samples", "population"):
+        run = train(way)
+        assert run.manifest["ended"] == "closed", way
+        assert len(run.steps["step"]) >= 6, way

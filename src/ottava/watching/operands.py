@@ -39,7 +39,10 @@ def repeats_a_forward() -> bool:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured: it would repeat what a tap does, with the numbers of that moment."""
+    """Whether nobody may keep a tensor: a CUDA graph is being captured, which would repeat what a tap does with the
+    numbers of that moment; or a transform of torch.func runs, whose tensors end with it."""
+    if torch._C._are_functorch_transforms_active():
+        return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -497,9 +497,10 @@ class Watch:
         if self._active:
             return True
         # no loss: a stage of a pipeline gets gradients from the next stage
-        if self.collector.looking or self.collector.noting:
+        again = id(optimizer) in self._stepped
+        if (self.collector.looking or self.collector.noting) and self.training.derives:
             return self.collector.holds
-        return id(optimizer) in self._stepped
+        return again or self.collector.holds
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if self._model is None or (model := self._model()) is None:

@@ -330,6 +330,11 @@ class TrainingTap:
                 if self.looking:
                     self._before = tensors, samples
 
+    @property
+    def derives(self) -> bool:
+        """Whether a backward was seen: an evolution strategy sets gradients by hand."""
+        return self._backwards > 0
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer has stepped before."""
         return any(ref() is optimizer for ref in self._optimizers)
