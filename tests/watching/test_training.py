@@ -217,3 +217,48 @@ def test_trainings_by_torch_func_are_watched_and_go_on(tmp_path: Path) -> None:
         run = train(way)
         assert run.manifest["ended"] == "closed", way
         assert len(run.steps["step"]) >= 6, way
+
+
+def test_what_is_traced_derived_forward_or_stepped_by_hand_is_watched(tmp_path: Path) -> None:
+    """TorchScript, torch.jit.trace under a watch, Jacobians, torch.autograd.grad without an optimizer."""
+    layers = torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return copy.deepcopy(torch.nn.Sequential(*layers))
+
+    def square(net: Any) -> torch.Tensor:
+        return net(torch.randn(6, 32)).square().mean()
+
+    def directions(net: torch.nn.Module) -> torch.Tensor:
+        x = torch.randn(6, 32)
+        jvp = torch.func.jvp(lambda z: net(z), (x,), (torch.ones_like(x),))
+        return sum((part.square().mean() for part in jvp), torch.tensor(0.0))
+
+    def jacobian(net: torch.nn.Module) -> torch.Tensor:
+        return torch.func.vmap(torch.func.jacrev(lambda z: net(z)))(torch.randn(5, 32)).square().mean()
+
+    def train(way: str) -> torch.Tensor:
+        net: Any = model()
+        net = torch.jit.script(net) if way == "scripted" else net
+        net = torch.jit.trace(net, torch.randn(6, 32)) if way == "traced" else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        lossy = {"directions": directions, "jacobian": jacobian}.get(way, square)
+        for _ in range(7):
+            if way == "by hand":
+                for p, g in zip(net.parameters(), torch.autograd.grad(square(net), [*net.parameters()]), strict=True):
+                    p.data -= 0.1 * g
+                continue
+            optimizer.zero_grad()
+            lossy(net).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    for way in ("scripted", "traced", "directions", "jacobian", "by hand"):
+        alone = train(way)
+        with ottava.watch(None, tmp_path / way):
+            # TorchScript itself has other last bits in a second run
+            torch.testing.assert_close(train(way), alone, rtol=0, atol=1e-6 if way in ("scripted", "traced") else 0)
+        run = Run.open(tmp_path / way)
+        assert run.manifest["ended"] == "closed", way
+        assert len(run.steps["step"]) >= 6, way

@@ -589,6 +589,9 @@ class Laboratory:
             if type(root).__name__ in _REFUSED:
                 self._refuse("shadow", f"{type(root).__name__} shards or copies the model by itself", step)
                 return []
+            if isinstance(root, torch.jit.ScriptModule):
+                self._refuse("shadow", "TorchScript takes no hooks", step)
+                return []
             models.append(root.module if type(root).__name__ == "DistributedDataParallel" else root)
         return models  # type: ignore[return-value]  # `module` of a wrapper is one
 

@@ -222,7 +222,8 @@ class Recorder:
             return
         self._tail.leave()
         trains = torch.is_grad_enabled() and not self._inside and torch._C._current_graph_task_id() == -1
-        if not trains or torch._C._are_functorch_transforms_active():  # whose tensors end with it
+        traced = torch._C._get_tracing_state() is not None
+        if not trains or traced or torch._C._are_functorch_transforms_active():  # whose tensors end with it
             self._inside.append(None)
             return
         arguments = self._kept((tuple(args), dict(kwargs)))

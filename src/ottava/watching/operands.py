@@ -74,8 +74,8 @@ SHARD = "is this rank's shard"
 def plain(x: Tensor) -> tuple[Tensor | None, str]:
     """(x as a dense tensor with readable numbers, a remark or ""), or (None, the reason)."""
     kind, why = type(x).__name__, ""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return None, "is inside a transform of torch.func"
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None, "is inside a transform of torch.func"  # whatever is computed there has no memory
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None, "is captured in a CUDA graph"
     if kind == "DTensor":

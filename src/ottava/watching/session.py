@@ -375,6 +375,8 @@ class Watch:
         def run(*given: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling() and not closes:  # first: Dynamo traces what a forward calls
                 return None
+            if torch._C._get_tracing_state() is not None:  # torch.jit.trace would repeat it
+                return None
             try:
                 if not self._failed:
                     with self.spent:

@@ -162,8 +162,8 @@ class TrainingTap:
 
     def adopt(self, root: nn.Module) -> None:
         """Adds a model. It replaces those that are parts of it, or their forwards would count twice."""
-        if any(known() is root for known, _ in self._roots):
-            return
+        if any(known() is root for known, _ in self._roots) or isinstance(root, torch.jit.ScriptModule):
+            return  # TorchScript takes no hooks
         inside = {id(module) for module in root.modules()}
         for known, hook in self._roots:
             if id(known()) in inside:
@@ -205,12 +205,17 @@ class TrainingTap:
 
     def wrote(self) -> None:
         """Ends the step if weights have changed since the backward, and no optimizer of torch's was there to do it."""
-        if self._versions is not None and not self.paused and not capturing() and self._counts() != self._versions:
+        if self._versions is None or self.paused or capturing() or (now := self._counts()) is None:
+            return
+        if now != self._versions:
             self._versions = None
             self._by_hand()
 
-    def _counts(self) -> list[Any]:
+    def _counts(self) -> list[Any] | None:
+        """What changes with the weights; None while torch.func.functional_call has put others in their place."""
         held = [p for _, p in self._parameters() if not p.is_inference()]
+        if not all(isinstance(p, nn.Parameter) for p in held):
+            return None
         # what is written through p.data has no version; to read numbers on a GPU would wait
         read = [x for p in held if p.device.type == "cpu" and (x := plain(p)[0]) is not None]
         return [_samples(read, _GUARDED).numpy().tobytes() if read else b"", *(p._version for p in held)]
@@ -219,6 +224,8 @@ class TrainingTap:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
             return
         trains = torch.is_grad_enabled()
+        if trains and not self._backwards and self._versions is None and not self._stepped_at:
+            self._versions = self._counts()  # torch.autograd.grad and steps by hand
         if trains and module.training:
             self.outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if self.idle and trains:
