@@ -673,13 +673,14 @@ class Watch:
         return not (self.config.early or self.config.every is not None or self.config.looks)
 
     def _be_thrifty(self, step: int, limit: float) -> None:
-        """Doubles the distance of light steps if they take half of the limit, or of looks if watching exceeds it.
+        """Doubles the distance of light steps if they take a third of the limit, or of looks if watching exceeds it:
+        torch calls the hooks, and that is as dear as they are.
 
         With a budget, light steps come at once as far apart as their cost asks.
         """
         now = time.perf_counter()
         settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
-        excess = self._light_seconds / max(0.5 * limit * (now - self._mark), 1e-9)
+        excess = self._light_seconds / max(limit / 3 * (now - self._mark), 1e-9)
         if excess > 1 and self._light_every < self.config.flight:
             self._light_every *= 2 ** max(1, math.ceil(math.log2(excess))) if self._budgeted else 2
             self._light_every = min(self._light_every, self.config.flight)
