@@ -94,6 +94,7 @@ def record(
     experiments: tuple[Mapping[str, Any], ...] = (),
     sizes: Mapping[tuple[str, str], Any] | None = None,
     casts: bool = False,
+    recipe: str = "tensorwise",
     ranks: Mapping[int, Mapping[str, Any]] | None = None,
     modes: tuple[Mapping[str, Any], ...] = (),
     trace: tuple[Mapping[str, Any], ...] = (),
@@ -114,7 +115,7 @@ def record(
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
                 x *= (sizes or {}).get((layer, tensor), 1.0)
                 spec = ottava.QuantizationSpec(ottava.E4M3)
-                key = SlotKey(layer, tensor, "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+                key = SlotKey(layer, tensor, "row", recipe, "E4M3", "tensor", "fp32", "current", "door")
                 key = key if casts else key._replace(source="hook")
                 writer.tally(1, key, measure(x, ottava.quantize(x, spec)))
     lines = "".join(json.dumps(line) + "\n" for line in experiments)
@@ -742,13 +743,15 @@ def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Pa
     def run(name: str, recipe: str, error: float, change: Callable[[int], Mapping[str, float]]) -> Run:
         layers = [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]
         tried = shadow(5, 0.02), shadow(30, error)
-        return record(tmp_path / name, change, casts=True, experiments=tried, layers=layers)
+        return record(tmp_path / name, change, casts=True, recipe=recipe, experiments=tried, layers=layers)
 
     other = lambda s: {**rises(s), "input_hash": (100.0 if s == 1 else 900.0) + s}  # noqa: E731
     good = run("good", "mxfp8", 0.05, lambda s: {})
     guilty = diagnose(run("recipe", "mxfp4", 0.9, other), baseline=good)
     assert (guilty.fp8, first(guilty)) == ("guilty", "FP8")
     assert "Nothing else does, so the good run shows that the casts do it." in guilty.sentence
+    remedy = guilty.findings[0].remedies[0]
+    assert (remedy["text"], remedy["trial"]) == ("Train under mxfp8: the good run does.", {"recipe": "mxfp8"})
     rate = run("rate", "mxfp4", 0.9, lambda s: {**other(s), "lr": 0.01, "lr/0": 0.01})
     for bad, beside in ((run("of both", "mxfp4", 0.9, other), run("as bad", "mxfp8", 0.9, lambda s: {})), (rate, good)):
         assert diagnose(bad, baseline=beside).fp8 != "guilty"

@@ -254,6 +254,10 @@ def _answers(
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
         if place.kind == "cast" and good is not None and good.casts:  # the good run casts, too, and is healthy
             hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
+    works = next(iter(good.recipes), "") if good is not None and "door" in {*good.table["source"]} else ""
+    if hurt is not None and works in RECIPES and works not in facts.recipes:
+        cure = {"name": works, "came": "the good run does", "code": f'ottava.convert(model, "{works}")'}
+        hurt = replace(hurt, remedies=[render("arm", cure, frameworks, {"recipe": works}), *hurt.remedies])
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
     else:

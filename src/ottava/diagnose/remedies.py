@@ -161,7 +161,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "software": Remedy("This is a bug of the software, not of the recipe. Report it with this run folder."),
         "renew": Remedy("Make the FP8 copy again after each step of the optimizer."),
         # the casts
-        "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
+        "arm": Remedy(
+            "Train under ${name}: ${came}.", cost="what docs/performance.md says", patch={"ottava": "${code}"}
+        ),
         "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
         "outside": Remedy("Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks."),
         "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
