@@ -165,18 +165,13 @@ class Watch:
             learned=self._learned,
             guard=self._outlived,
         )
-        self.training = TrainingTap(
-            model,
-            batches=config.batches,
-            report=self._reports,
-            by_hand=self._end_step,
-            guard=self._outlived,
-        )
+        told: dict[str, Any] = {"report": self._reports, "by_hand": self._end_step, "guard": self._outlived}
+        self.training = TrainingTap(model, batches=config.batches, **told)
         self.laboratory = self._make_laboratory(step)
         self.spent = Spent(lambda: self.laboratory.seconds)
         """What the watch takes of the host's time."""
-        told = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
-        self.losses = LossTap(*told, guard=self._outlived)
+        seen = self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward
+        self.losses = LossTap(*seen, guard=self._outlived)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[Ended] = deque()
