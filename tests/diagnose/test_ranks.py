@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diagnose.test_diagnose import NAMES, parameters, record
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.ranks import arrived
@@ -72,3 +75,54 @@ def test_what_arrives_is_held_against_the_average(tmp_path: Path) -> None:
         ((step, apart, alone),) = arrived(Facts(Run.open(tmp_path / name)))
         assert step == 5
         assert (apart < 1e-9, alone < 1e-9) == (name == "mean", name == "own")
+
+
+def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path) -> None:
+    """Settings, steps, weights and gradients; but neither weights that are split nor what one rank may do alone."""
+    other_data = {"change": lambda s: {"input_hash": 900.0 + s, "label_hash": 900.0 + s, "loss": 2.0}}
+    grows = lambda n, s: {"weight": 0.02 + 0.001 * s} if s > 1 else {}  # noqa: E731
+    names = {"weights": {n: f"{i + 50:016x}" for i, n in enumerate(NAMES)}}
+    said: dict[str, tuple[dict[str, Any], str]] = {
+        "healthy": (other_data, ""),
+        "lr": ({"change": lambda s: {"lr": 0.1, "lr/0": 0.1, "input_hash": 900.0 + s}}, "The learning rate differs"),
+        "steps": ({"change": lambda s: {"optimizer_steps": 1.0 + (s == 9), "input_hash": 900.0 + s}}, "Step 9 has 2"),
+        "weights": ({**other_data, "move": grows}, "are no longer equal in the look at step 2."),
+        "gradients": (
+            {**other_data, "move": lambda n, s: {**grows(n, s), "gradient": 2e-3}},
+            "their gradients differ from step 1 on: nobody averaged them",
+        ),
+        "an average now and then": (
+            {
+                "change": lambda s: {"input_hash": 900.0 + s, "weights": 7.0 + (s % 10 > 0)},
+                "move": grows,
+            },
+            "",
+        ),
+        "averaged by the optimizer": ({**other_data, "move": lambda n, s: {"gradient": 2e-3}}, ""),
+        "validation on one rank": ({"change": lambda s: {"forwards": 1.0 + (s == 9), "input_hash": 900.0 + s}}, ""),
+    }
+    for name, (how, sentence) in said.items():
+        result = diagnose(record(tmp_path / name, lambda s: {"weights": 7.0}, ranks={1: how}))
+        assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
+        assert sentence in result.sentence
+    falls = lambda s: {"loss": 4.0 - 0.05 * s}  # noqa: E731
+    idle = diagnose(record(tmp_path / "idle", falls, ranks={1: {"change": lambda s: {"input_hash": 900.0 + s}}}))
+    assert not idle.findings  # its data are harder
+    other = {1: {"change": lambda s: {"loss": 4.0 + 0.01 * s, "input_hash": 900.0 + s}}}
+    idle = diagnose(record(tmp_path / "noise", falls, ranks=other))
+    assert [f.id for f in idle.findings] == ["R1"]
+    assert "Rank 1 learns nothing from its data: its loss goes from 4.02 to 4.355, that of rank 0" in idle.sentence
+    split = [{**p, "sharded": True} for p in parameters()]
+    assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
+    one = diagnose(record(tmp_path / "batches", ranks={1: {}}))
+    assert (one.findings[0].id, "same batches" in one.sentence) == ("R1", True)
+    (tmp_path / "loop" / "ranks").mkdir(parents=True)
+    looped = record(tmp_path / "loop")
+    (looped.path / "ranks" / "1").symlink_to(looped.path, target_is_directory=True)
+    assert diagnose(Run.open(looped.path)).findings[0].id == "R1"  # its own batches
+    # other weights, and the same gradient from other batches: nobody sent the first weights to all ranks
+    folder = tmp_path / "unsent"
+    run = record(folder, ranks={1: {**other_data, "move": lambda n, s: {"weight": 0.03}}})
+    manifest = folder / "ranks" / "1" / "watch.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **names}), encoding="utf-8")
+    assert "Ranks share their gradients and hold other weights" in diagnose(Run.open(run.path)).sentence
