@@ -226,7 +226,7 @@ def recorded(run: Path) -> Result:
 
 
 UNPLANTED = "the fault could not be planted"
-BETWEEN_STEPS = frozenset({"kept_gradient", "written"})
+BETWEEN_STEPS = frozenset({"kept_gradient", "weights", "written"})
 """Numbers that compare a step with the one before: unknown in the first step of a process."""
 MEASURED = ("amax", "mse", "underflow_pct", "cosine", "row_sqnr_p50_db")
 KEY = ("step", "rank", "phase", "layer", "tensor", "direction", "recipe", "source")
