@@ -81,19 +81,21 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The kernels of a GPU where a CPU's would run; all that chooses, lays out and calls them is untouched."""
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
     monkeypatch.setattr(casts, "_CPU_CASTS", (triton_quantize,))
     monkeypatch.setattr(dispatch, "CPU_KERNELS", (scaled_mm,))
     monkeypatch.setattr(quantizer, "_on_accelerator", lambda x: x.device.type != "meta")
+    launches = Launches()  # one for the test: kept plans hold their kernels
+    monkeypatch.setattr(triton_quantize, "_device_code", lambda: launches)
+    return launches
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def counted(launches: Launches) -> Iterator[Counter[str]]:
     """The launches inside the block."""
-    launches = Launches()
-    monkeypatch.setattr(triton_quantize, "_device_code", lambda: launches)
+    launches.counts = Counter()
     with launches:
         yield launches.counts
 
@@ -113,12 +115,11 @@ def forward_backward(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
 
 @pytest.mark.scaled_mm_on_cpu
 @pytest.mark.parametrize("recipe", LAUNCHES)
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_launches_these_and_nothing_else(recipe: str, as_on_a_gpu: Launches) -> None:
     """x and x.T from one launch, the amax in the cast or its own one, no copy, no cast of a scale, no fill but one."""
     layer, x, dy = sample(recipe)
     forward_backward(layer, x, dy)  # the second step is like all that follow
-    with counted(monkeypatch) as counts:
+    with counted(as_on_a_gpu) as counts:
         forward_backward(layer, x, dy)
     assert {name: count for name, count in counts.items() if name not in ONCE} == LAUNCHES[recipe]
     assert all(counts[name] <= 1 for name in ONCE)
@@ -127,12 +128,11 @@ def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest
     assert counts.total() <= BUDGET
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_scales_of_blocks_lie_as_the_gemm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_blocks_lie_as_the_gemm_reads_them(as_on_a_gpu: Launches) -> None:
     """Of 17 launches a step (scales took 6 to pad and 5 to copy) 7 are left: casts, GEMMs, and a copy."""
     recipe = ottava.RECIPES["blockwise"]
     matrices = (torch.randn(128, 512), torch.randn(512, 512), torch.randn(128, 512))
-    with counted(monkeypatch) as counts:
+    with counted(as_on_a_gpu) as counts:
         (x, x_t), (w, w_t), (dy, dy_t) = (
             casts.cast_both(matrix, *cells)[:2]
             for matrix, cells in zip(matrices, map(recipe.cells, ("input", "weight", "grad_output")), strict=True)
@@ -146,8 +146,7 @@ def test_scales_of_blocks_lie_as_the_gemm_reads_them(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.scaled_mm_on_cpu
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_micro_batches_do_not_cast_the_weight(as_on_a_gpu: Launches) -> None:
     """From the second step on, when it is known that there are several; also with a history."""
     for recipe, cast in (("tensorwise", CAST), ("delayed", PREDICTED)):
         layer, x, dy = sample(recipe)
@@ -157,20 +156,19 @@ def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPa
             forward_backward(layer, x, dy)
         optimizer.step()
         for first in (True, False, False):
-            with counted(monkeypatch) as counts:
+            with counted(as_on_a_gpu) as counts:
                 forward_backward(layer, x, dy)
             less = Counter() if first else Counter(cast)
             assert Counter(LAUNCHES[recipe]) - counts == less
 
 
 @pytest.mark.scaled_mm_on_cpu
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_evaluation_of_a_history_casts_once_and_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_of_a_history_casts_once_and_notes_nothing(as_on_a_gpu: Launches) -> None:
     """x only, no x.T."""
     layer, x, _ = sample("delayed")
     with torch.no_grad():
         layer(x)  # the process's first GEMM asks who takes such formats
-        with counted(monkeypatch) as counts:
+        with counted(as_on_a_gpu) as counts:
             layer(x)
     assert counts == {"new_zeros": 2, "predicted_kernel": 4, "_scaled_mm_v2": 1}
     assert all(door.staged.count_nonzero() == 0 for door in layer.quantizers.doors)

@@ -184,7 +184,7 @@ def cast_both(
         beside: the operands that x and x.T meet, for transforms.
     """
     if isinstance(x, UnmadeRows):
-        return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
+        return _on_accelerator(x, spec, spec_t, scale, staged)(x, scale, staged)
     if torch.compiler.is_compiling():
         return cast_in_graph(x, spec, spec_t, scale, beside)
     plan = key = None
@@ -192,7 +192,7 @@ def cast_both(
         try:
             # where a tensor lies decides the kernel, which numbers it holds never does
             lies = (x.dtype, x.shape, x.stride(), x.device, address(x) > LOWEST, x.is_neg())
-            key = (id(spec), id(spec_t), lies, scale is None, staged is None)
+            key = (id(spec), id(spec_t), lies, scale is None, 0 if staged is None else staged.numel())
             plan = plans.get(key)
         except RuntimeError:  # it has no strides or no memory
             key = None
@@ -236,7 +236,8 @@ def plan_casts(
     if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
     ):
-        return CastPlan(_on_accelerator(spec, spec_t, x.dtype), triton_quantize.NAME, (), (spec, spec_t))
+        by_triton = _on_accelerator(x, spec, spec_t, scale, staged)
+        return CastPlan(by_triton, triton_quantize.NAME, (), (spec, spec_t))
     if alike and known.granularity.transposes:
         return _one_for_both(x, spec, spec_t, scale)
     if spec is None or spec_t is None:
@@ -378,11 +379,18 @@ def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | No
 
 
 def _on_accelerator(
-    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, dtype: torch.dtype
-) -> Callable[[Tensor | UnmadeRows, Tensor | None, Tensor | None], Both]:
+    x: Tensor | UnmadeRows,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None,
+    staged: Tensor | None,
+) -> Callable[[Any, Tensor | None, Tensor | None], Both]:
+    """The casts of all x that lie like this one, by Triton."""
+    cast = triton_quantize.plan_both(x, spec, spec_t, scale is not None, 0 if staged is None else staged.numel())
+    dtype = x.dtype
+
     def run(x: Tensor | UnmadeRows, scale: Tensor | None, staged: Tensor | None) -> Both:
-        x = x if isinstance(x, UnmadeRows) else x.detach()
-        row, col = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
+        row, col = cast(x, scale, staged)
         one = row or col
         assert one is not None
         x_q = None if row is None or spec is None else QuantizedTensor(row.data, row.scale_inv, spec, dtype)

@@ -240,8 +240,13 @@ def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
         monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_, answer=answer: answer)
         if on_triton:
             monkeypatch.setattr(dispatch, "_CPU_CASTS", (triton_quantize,))
-        original = triton_quantize.quantize_both
-        monkeypatch.setattr(triton_quantize, "quantize_both", lambda *a, o=original: casts.append(a) or o(*a))
+        original = triton_quantize.plan_both
+
+        def plan_both(*lies: Any, plan: Any = original) -> Any:
+            run = plan(*lies)
+            return lambda *given: casts.append(lies) or run(*given)
+
+        monkeypatch.setattr(triton_quantize, "plan_both", plan_both)
         for _ in range(2):
             x = torch.randn(50, 40, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
             y = layer(x)

@@ -26,7 +26,7 @@ def samples(m: int, k: int) -> Tensor:
 def fuse(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets the interpreter stand for a GPU; what it is asked to cast."""
     asked: list[str] = []
-    original = triton_quantize.quantize_both
+    original = triton_quantize.plan_both
 
     def counted(x: Any, *rest: Any) -> Any:
         made = isinstance(x, UnmadeRows)
@@ -37,7 +37,7 @@ def fuse(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(home, "supports_rows", lambda *_: None)
     monkeypatch.setattr(ottava.nn.activations, "supports_gradient", lambda *_, **__: None)
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
-    monkeypatch.setattr(triton_quantize, "quantize_both", counted)
+    monkeypatch.setattr(triton_quantize, "plan_both", counted)
     return asked
 
 

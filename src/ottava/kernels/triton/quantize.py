@@ -111,19 +111,36 @@ def quantize_both(
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
+    room = 0 if staged is None else staged.numel()
+    return plan_both(x, spec, spec_t, scale is not None, room)(x, scale, staged)
+
+
+def plan_both(
+    x: Tensor | UnmadeRows,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    predicted: bool,
+    staged: int,
+) -> RunBoth:
+    """`quantize_both` for all x that lie like this one; arguments and errors as there.
+
+    Args:
+        predicted: whether it gets a scale.
+        staged: entries of the staged vector; 0 if it gets none.
+    """
     if isinstance(x, Tensor):
         check_matrix(x)
         if column_major(x):  # x.T is the one that lies row by row
-            cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
-            return cast, cast_t
+            turned = plan_both(x.t(), spec_t, spec, predicted, staged)
+            return lambda x, scale, staged: turned(x.t(), scale, staged)[::-1]  # type: ignore[union-attr]
     # one launch has one format for both sides; two formats read x twice
     if not _one_launch(spec, spec_t):
-        return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
-    read, named, extra = (x, (), ()) if isinstance(x, Tensor) else (x.x, x.named, x.extra)
-    plan = _plan_current if scale is None else _plan_predicted
-    stages = "" if staged is None else "alone" if staged.numel() == 3 else "with room"
+        row, col = plan_both(x, spec, None, predicted, staged), plan_both(x, None, spec_t, predicted, staged)
+        return lambda x, scale, staged: (row(x, scale, staged)[0], col(x, scale, staged)[1])
+    read, named = (x, ()) if isinstance(x, Tensor) else (x.x, x.named)
+    plan = _plan_predicted if predicted else _plan_current
     key = (_device_code(), x.shape, read.stride(), read.dtype, x.device, named)
-    return plan(key, spec, spec_t, stages)(read, extra, scale, staged)
+    return plan(key, spec, spec_t, staged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,13 +207,13 @@ class _Side(NamedTuple):
     amax: Tensor  # bits, int32
 
 
-Plan = Callable[[Tensor, tuple[Tensor | None, ...], Tensor | None, Tensor | None], Casts]
-"""(what a kernel reads, what it reads with that, scale, staged) -> the casts; everything else is decided."""
+RunBoth = Callable[["Tensor | UnmadeRows", Tensor | None, Tensor | None], Casts]
+"""(x, scale, staged) -> the casts; everything else is decided."""
 _Key = tuple[Any, tuple[int, int], tuple[int, ...], torch.dtype, torch.device, Named]  # device code, x and named
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, _: str) -> Plan:
+def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, _: int) -> RunBoth:
     """Casts with scales of their own."""
     device_code, shape, strides, _dtype, device, named = key
     in_gemm_order = turned(spec, spec_t)
@@ -214,7 +231,8 @@ def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: Quantization
     casts = _bound(device_code.cast_kernel, sizes, (_top(known),), constants, named)
     finish = _finish(spec, spec_t, shared(spec, spec_t))
 
-    def run(read: Tensor, extra: tuple[Tensor | None, ...], scale: Tensor | None, staged: Tensor | None) -> Casts:
+    def run(x: Tensor | UnmadeRows, scale: Tensor | None, staged: Tensor | None) -> Casts:
+        read, extra = (x, ()) if isinstance(x, Tensor) else (x.x, x.extra)
         of_x = row.make(read, None, None)
         of_x_t = col.make(read, of_x, None)
         if looks is not None:
@@ -231,8 +249,8 @@ def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: Quantization
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_predicted(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, stages: str) -> Plan:
-    """Casts with a given scale; stages: "" for no staged vector, "with room" for one with a fourth entry."""
+def _plan_predicted(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, stages: int) -> RunBoth:
+    """Casts with a given scale; stages: entries of the staged vector, or 0."""
     device_code, shape, strides, _dtype, device, named = key
     known = spec or spec_t
     assert known is not None
@@ -242,15 +260,16 @@ def _plan_predicted(key: _Key, spec: QuantizationSpec | None, spec_t: Quantizati
     launches = []
     for redo in (False, True):
         sides = spec is not None, spec_t is not None
-        constants = predicted_launch(known, *sides, redo, _converts(device), redo and stages != "")
+        constants = predicted_launch(known, *sides, redo, _converts(device), redo and stages > 0)
         most = filling(device) if redo else None
         launches.append(_bound(device_code.predicted_kernel, (*shape, *strides), tops, constants, named, most))
     finish = _finish(spec, spec_t, spec is not None and spec_t is not None)
 
-    def run(read: Tensor, extra: tuple[Tensor | None, ...], scale: Tensor | None, staged: Tensor | None) -> Casts:
+    def run(x: Tensor | UnmadeRows, scale: Tensor | None, staged: Tensor | None) -> Casts:
         assert scale is not None
+        read, extra = (x, ()) if isinstance(x, Tensor) else (x.x, x.extra)
         # the fourth entry of a staged vector is zeroed memory for the amax, in the allocation that is there already
-        room = staged[3:].view(torch.int32) if staged is not None and stages == "with room" else None
+        room = staged[3:].view(torch.int32) if staged is not None and stages > 3 else None
         of_x = row.make(read, None, room)
         of_x_t = col.make(read, of_x, room)
         one = of_x if spec is not None else of_x_t
