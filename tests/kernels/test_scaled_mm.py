@@ -7,6 +7,7 @@ is one (-m gpu).
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.operands import Float64Gemm, Pair, cast
 from ottava.kernels import reference, scaled_mm
-from ottava.numerics.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.formats import BF16, E2M1, E2M3, E4M3, E4M3FNUZ, E5M2, E8M0
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    Granularity,
+)
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
 from sweep import sweep
@@ -123,11 +132,11 @@ REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, torch.dtype, torch
         *[QuantizationSpec(E2M1, BLOCK_1X16, "e4m3")] * 2,
         torch.bfloat16,
         None,
-        "takes E4M3 and E5M2; got E2M1",
+        "takes E4M3 and E5M2, or both in FNUZ; got E2M1",
     ),
-    "6 bits": (*[QuantizationSpec(E2M3)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E2M3"),
-    "16 bits": (*[QuantizationSpec(BF16)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got BF16"),
-    "a scale": (*[QuantizationSpec(E8M0)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E8M0"),
+    "6 bits": (*[QuantizationSpec(E2M3)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2, or both in FNUZ; got E2M3"),
+    "16 bits": (*[QuantizationSpec(BF16)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2, or both in FNUZ; got BF16"),
+    "a scale": (*[QuantizationSpec(E8M0)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2, or both in FNUZ; got E8M0"),
     "rows with 1x128": (ROW, QuantizationSpec(E4M3, BLOCK_1X128), torch.bfloat16, None, "got row and 1x128"),
     "squares twice": (*[QuantizationSpec(E4M3, BLOCK_128X128)] * 2, torch.bfloat16, None, "got 128x128 and 128x128"),
     "1x128, fp16": (
@@ -293,7 +302,7 @@ def test_mx_scales_lie_as_cublas_describes() -> None:
         assert all(int(got.view(torch.uint8)[place]) == 0 for place in range(got.numel()) if place not in seen)
 
 
-def test_mx_is_blackwells_and_amd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mx_is_blackwells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments as ScaledBlas.cpp checks them; never run: no Blackwell was at hand."""
     spec = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
     a, b = cast(torch.randn(5, 200), spec), cast(torch.randn(17, 200), spec)
@@ -310,5 +319,28 @@ def test_mx_is_blackwells_and_amd_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for capability, expected in (((10, 0), "None"), ((9, 0), "Blackwell's (sm_100); this device is sm_90")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert expected in str(scaled_mm.supports_gemm(*far, torch.bfloat16, None))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "FNUZ" in str(scaled_mm.supports_gemm(*far, torch.bfloat16, None))
+
+
+@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW, BLOCK_1X128], ids=str)
+def test_each_card_of_amd_takes_its_own_formats(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's documentation has it; never run: no MI300 was at hand."""
+    x, answers = torch.randn(32, 256), {}
+    for fmt in (E4M3, E4M3FNUZ):
+        a = cast(x, QuantizationSpec(fmt, granularity))
+        with FakeTensorMode():
+            held = {"data": a.data, "scale_inv": a.scale_inv}
+            a = replace(a, **{name: torch.empty(t.shape, dtype=t.dtype, device="cuda") for name, t in held.items()})
+        for card, hip in (("", None), ("gfx90a", "6.4"), ("gfx942:sramecc+:xnack-", "6.4"), ("gfx950", "7.0")):
+            monkeypatch.setattr(torch.version, "hip", hip)
+            monkeypatch.setattr(torch.version, "cuda", "12.9")
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+            found = SimpleNamespace(gcnArchName=card)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+            answers[fmt, card[:6]] = scaled_mm.supports_gemm(a, a, torch.bfloat16, None)
+    runs = {place for place, reason in answers.items() if reason is None}
+    whole = {(E4M3FNUZ, "gfx942"), (E4M3, "gfx950")} if granularity != BLOCK_1X128 else set()
+    assert runs == whole | {(E4M3, "")}
+    assert "only that card; got E4M3 on gfx942" in str(answers[E4M3, "gfx942"])
+    assert "those of AMD's MI300" in str(answers[E4M3FNUZ, ""])
+    if whole:
+        assert "this device is gfx90a" in str(answers[E4M3, "gfx90a"])

@@ -8,8 +8,8 @@ kernel has CUDA's rules on every device, so a laptop refuses the calls that a cl
 
 Only Hopper takes blocks of 128 (1x128 with 1x128 or 128x128), from CUDA 12.9 on, always with slow, accurate
 accumulation. With blocks this kernel adds the bias to an fp32 result, because it is unknown whether cuBLASLt does.
-There is one rounding. Blackwell (sm_100) takes MXFP8's 1x32, with scales as bytes in tiles of 128 rows; it has never
-run.
+There is one rounding. Blackwell (sm_100) takes MXFP8's 1x32, with scales as bytes in tiles of 128 rows. AMD's MI300
+(gfx942) takes the FNUZ formats, per tensor and per row. Neither has ever run.
 
 Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of scales); vllm #49932 (M in fours).
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, SwizzleType
 
-from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, exponent_bytes
 from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
@@ -34,14 +34,16 @@ _BLOCK = 128
 _MX_BLOCK = 32
 _HOPPER, _ADA = (9, 0), (8, 9)
 _BLACKWELL = 10
+_MI300, _MI350 = "gfx942", "gfx950"
 _CUDA_WITH_BLOCKS = (12, 9)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
     """Why torch's scaled GEMM does not take this call; None if it does."""
-    if not {a.spec.format, b.spec.format} <= {E4M3, E5M2}:
-        return f"{NAME}: takes E4M3 and E5M2; got {a.spec.format} and {b.spec.format}"
-    if a.spec.format == E5M2 and b.spec.format == E5M2:
+    formats = {a.spec.format, b.spec.format}
+    if not (formats <= {E4M3, E5M2} or formats <= {E4M3FNUZ, E5M2FNUZ}):
+        return f"{NAME}: takes E4M3 and E5M2, or both in FNUZ; got {a.spec.format} and {b.spec.format}"
+    if formats in ({E5M2}, {E5M2FNUZ}):
         return f"{NAME}: no tensor core multiplies E5M2 by E5M2"
     sides = {a.spec.granularity, b.spec.granularity}
     blocks = BLOCK_1X128 in sides and sides <= {BLOCK_1X128, BLOCK_128X128}
@@ -61,12 +63,12 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: bias must be of the output's 16-bit dtype; got {bias.dtype} for {out_dtype}"
     if 0 in (*a.shape, *b.shape):
         return f"{NAME}: an empty operand"
+    if (fnuz := formats <= {E4M3FNUZ, E5M2FNUZ}) or torch.version.hip is not None:
+        return _refuse_amd(a, fnuz, blocks or mx)
     if a.device.type == "cuda":
         capability = torch.cuda.get_device_capability(a.device)
         if capability < _ADA or (per_row and capability < _HOPPER):
             return f"{NAME}: needs FP8 tensor cores; this device is sm_{capability[0]}{capability[1]}"
-        if torch.version.hip is not None:
-            return f"{NAME}: not on AMD: MI300 multiplies the FNUZ formats, and ottava casts to others"
         if mx and capability[0] != _BLACKWELL:
             return f"{NAME}: blocks of 1x32 are Blackwell's (sm_100); this device is sm_{capability[0]}{capability[1]}"
         if blocks and capability[0] != _HOPPER[0]:
@@ -80,6 +82,18 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     elif not runs_on_cpu():
         return f"{NAME}: torch {torch.__version__} multiplies FP8 on cuda only; got cpu"
     return None
+
+
+def _refuse_amd(a: QuantizedTensor, fnuz: bool, blocks: bool) -> str | None:
+    """As `supports_gemm`, for AMD's devices and formats. Never run: no MI300 was at hand."""
+    if torch.version.hip is None or a.device.type != "cuda":
+        return f"{NAME}: FNUZ formats are those of AMD's MI300; got {a.device.type}"
+    name = torch.cuda.get_device_properties(a.device).gcnArchName.partition(":")[0]
+    if (name == _MI300) != fnuz:
+        return f"{NAME}: on AMD {_MI300} multiplies FNUZ formats, and only that card; got {a.spec.format} on {name}"
+    if name not in (_MI300, _MI350):
+        return f"{NAME}: AMD's {_MI300} and {_MI350} multiply FP8; this device is {name}"
+    return f"{NAME}: takes scales per tensor and per row on AMD; got {a.spec.granularity}" if blocks else None
 
 
 def runs_on_cpu() -> bool:

@@ -1,6 +1,7 @@
 """Compiles the Triton kernels, as they are launched, for GPU architectures; no GPU is needed.
 
-`python tests/kernels/triton/compile_ahead.py 90` prints a JSON object: name of a launch -> what the machine code holds.
+`python tests/kernels/triton/compile_ahead.py 90` prints a JSON object: name of a launch -> what the machine code holds;
+942 stands for AMD's gfx942 and casts to FNUZ.
 `--table` compiles the casts for every architecture and prints their figures; `--write` keeps them in
 benchmarks/results/machine_code.json, and refuses to keep a worse one. In a process of its own, because Triton decides
 at import whether it interprets.
@@ -36,7 +37,7 @@ from ottava.kernels.triton.rows import norm_launch
 from ottava.kernels.triton.statistics import statistics_launch
 from ottava.kernels.triton.step import adamw_launch, roll_launch
 from ottava.measure.tally import EXPONENT_BINS
-from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
@@ -56,6 +57,7 @@ ALIGNED = (
 )  # the sizes of a model's tensors are multiples of 16
 SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+AMD = 942
 KEPT = Path(__file__).parents[3] / "benchmarks" / "results" / "machine_code.json"
 FIGURES = ("instructions", "registers", "blocks", "spilled", "shared")
 
@@ -147,6 +149,17 @@ def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     return found
 
 
+def for_amd() -> dict[str, dict[str, int]]:
+    """What the casts to AMD's formats take on MI300: registers a thread, and those that it spills."""
+    found = {}
+    for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
+        cells = [replace(cell, format=E4M3FNUZ) for cell in RECIPES[name].cells("input")]
+        binary = compiled(device_code.cast_kernel, cast_launch(*cells, False), AMD)
+        numbers = re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", binary.asm["amdgcn"])
+        found[name] = {what: int(number) for what, number in numbers}
+    return found
+
+
 def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: str = "*bf16") -> Any:
     """The kernel for x in bf16 whose rows lie one after the other, sizes and addresses multiples of 16."""
     options = {name: value for name, value in launch.items() if name not in kernel.arg_names}
@@ -163,7 +176,8 @@ def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: st
     aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name in ALIGNED]
     aligned = [i for i in aligned if signature[kernel.arg_names[i]] != "constexpr"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("hip", f"gfx{AMD}", 64) if capability == AMD else GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
 
 
 def facts(binary: Any) -> dict[str, Any]:
@@ -257,11 +271,14 @@ def worse(found: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     """Prints the facts of all launches, or the table of the casts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("capability", nargs="?", type=int, choices=MULTIPROCESSORS)
+    parser.add_argument("capability", nargs="?", type=int, choices=(*MULTIPROCESSORS, AMD))
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--despite", action="append", default=["-"], help="a cast that gets worse by a decision")
     settings = parser.parse_args()
+    if settings.capability == AMD:
+        print(json.dumps(for_amd()))
+        return
     if capability := settings.capability:
         facts_of = {}
         for name, launch in chosen(capability).items():

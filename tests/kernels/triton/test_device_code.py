@@ -33,6 +33,16 @@ def test_machine_code(capability: int, tmp_path: Path) -> None:
         law(found, capability)
 
 
+def test_casts_to_amds_formats_compile_for_mi300(tmp_path: Path) -> None:
+    """All four scalings, and no register goes to memory. No MI300 has run them."""
+    if not (TOOLS.parents[1] / "amd").exists():
+        pytest.skip("Triton's wheel has no compiler for AMD")
+    found = compiled(942, tmp_path)
+    assert {one["vgpr_spill_count"] + one["sgpr_spill_count"] for one in found.values()} == {0}
+    assert max(one["vgpr_count"] for one in found.values()) <= 128  # four waves of 64 threads on each SIMD
+    assert len(found) == 4
+
+
 def compiled(capability: int, cache: Path) -> Facts:
     """What `compile_ahead.py` says of today's source; cache: Triton's."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}

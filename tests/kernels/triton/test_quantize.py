@@ -19,7 +19,7 @@ from layout_samples import tiles
 from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from ottava.numerics.rounding import decode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from ottava.numerics.tensor import QuantizationSpec
@@ -98,7 +98,7 @@ def test_every_layout_gives_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("converts", [True, False], ids=["converts", "integers"])
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ], ids=str)
 def test_every_bf16_number_is_encoded_alike(fmt: Format, converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All 65,536, infinities and NaN too, at scale 1: by the device's conversion, and by integers as on sm_80."""
     monkeypatch.setattr(triton_quantize, "_converts", lambda device: converts)
@@ -115,7 +115,7 @@ def test_the_devices_conversion_is_used_where_every_triton_rounds_once(
     assert triton_quantize._converts(torch.device("cuda", 0)) is (converts and torch.version.hip is None)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E4M3FNUZ], ids=str)
 def test_ties_and_their_neighbours_go_the_same_way(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 numbers half way between two codes, and an ulp to either side, by integers."""
     monkeypatch.setattr(triton_quantize, "_converts", lambda device: False)
@@ -148,7 +148,7 @@ PLACES = {(0, 3): "nan", (2, 9): "inf", (4, 1): "-inf"}
 """(row, column) -> what stands there; columns are in three blocks of 4."""
 
 
-@sweep(case=[(E4M3, True), (E4M3, False), (E5M2, True), (E5M2, False), (E2M1, False), (E3M2, False)])
+@sweep(case=[*((f, c) for f in (E4M3, E5M2) for c in (True, False)), *((f, False) for f in (E2M1, E3M2, E4M3FNUZ))])
 def test_nothing_that_is_not_finite_ends_as_a_number(case: tuple[Format, bool]) -> None:
     """As NaN codes, or as a NaN scale of the block where no code is NaN; finite numbers keep theirs, also in products
     beyond fp32."""
@@ -175,7 +175,7 @@ def test_nothing_that_is_not_finite_ends_as_a_number(case: tuple[Format, bool]) 
 
 
 @pytest.mark.parametrize("converts", [True, False], ids=["converts", "integers"])
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E5M2FNUZ], ids=str)
 def test_every_exponent_of_fp32_under_every_exponent_of_a_scale(
     fmt: Format, converts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +315,7 @@ def test_a_cast_of_several_tiles_notes_once() -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[QuantizationSpec, str]] = {
-    "16 bits": (QuantizationSpec(BF16), "triton: casts to E4M3, E5M2, E2M1, E2M3, E3M2; got BF16"),
+    "16 bits": (QuantizationSpec(BF16), "triton: casts to E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ; got BF16"),
     "stochastic": (QuantizationSpec(E4M3, rounding="stochastic"), "triton: rounds to nearest even; got stochastic"),
     "two levels": (QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"), "triton: has no two-level scales (e4m3)"),
     "odd blocks": (QuantizationSpec(E4M3, Granularity(3, 5)), "blocks of powers of two up to 128; got 3x5"),

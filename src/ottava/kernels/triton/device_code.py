@@ -108,7 +108,7 @@ def _encode(
     infinity of x becomes NaN. Without HAS_NAN infinity saturates, too, and NaN becomes MAX.
 
     NATIVE: "E4M3" or "E5M2" by the conversion of sm_89 and later, which saturates all but NaN; "": any format of at
-    most 8 bits, by integers.
+    most 8 bits, by integers; "FNUZ": the same of a format whose only NaN has the code of -0.
     """
     y = x * factor
     if HAS_NAN:
@@ -131,8 +131,12 @@ def _encode(
     tiny = _bits(_float(magnitude) + _float(tl.zeros_like(magnitude) + POWER)) - POWER
     # below the smallest normal number of the format: (128 - BIAS) is its exponent field in fp32
     code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
-    code = tl.where(nan, (1 << SIGN) - 1, code)  # all ones; without NaN that is the largest number
-    negative = tl.where(nan, 0, (bits >> 31) & 1)
+    if NATIVE == "FNUZ":
+        negative = tl.where(nan, 1, tl.where(code == 0, 0, (bits >> 31) & 1))
+        code = tl.where(nan, 0, code)
+    else:
+        negative = tl.where(nan, 0, (bits >> 31) & 1)
+        code = tl.where(nan, (1 << SIGN) - 1, code)  # all ones; without NaN that is the largest number
     return (code | (negative << SIGN)).to(tl.uint8)
 
 

@@ -94,7 +94,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(a.device)
-    if capability[0] != _HOPPER:
+    if capability[0] != _HOPPER or torch.version.hip is not None:  # MI300 counts as 9, too
         return f"{NAME}: written for Hopper (sm_90); this device is sm_{capability[0]}{capability[1]}"
     return None
 

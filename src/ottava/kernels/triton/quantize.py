@@ -27,7 +27,7 @@ from torch import Tensor
 from ottava.kernels.gate import refusal
 from ottava.kernels.reference import Cast, check_matrix
 from ottava.kernels.triton.launch import Launch, Named
-from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from ottava.numerics.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec
 
@@ -36,7 +36,7 @@ Casts = tuple[Cast | None, Cast | None]
 
 NAME = "triton"
 
-_FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
+_FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
 _TILE = 128
 _AMPERE, _HOPPER, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (12, 0)
 ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
@@ -424,7 +424,7 @@ def cast_launch(
     sides["TURNED"] = turned(spec, spec_t)
     constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
     # with more registers for each of 256 threads a multiprocessor would hold one block, and wait for its loads
-    two_blocks = roomy and constants["NATIVE"] and constants["TR"] == _TILE
+    two_blocks = roomy and constants["NATIVE"] in ("E4M3", "E5M2") and constants["TR"] == _TILE
     return MappingProxyType({**constants, "maxnreg": 128} if two_blocks else constants)
 
 
@@ -467,7 +467,7 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
         "BIAS": fmt.bias,
         "SIGN": fmt.bits - 1,  # place of the sign bit
         "HAS_NAN": fmt.has_nan,
-        "NATIVE": fmt.name if converts and fmt in (E4M3, E5M2) else "",
+        "NATIVE": "FNUZ" if fmt.specials == "fnuz" else fmt.name if converts and fmt in (E4M3, E5M2) else "",
     }
 
 
