@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from attention_samples import formula, seen, within
 from torch import Tensor
 
 from ottava.nn.attention import MASKS, DotProductAttention, MaskRule, build_mask, mask_rule
+from ottava.recipe import AttentionRecipe, get_recipe
 
 
 def test_every_rule_is_its_definition() -> None:
@@ -174,6 +177,72 @@ def test_packed_sequences_give_the_bits_of_each_alone() -> None:
                         strict=True,
                     ):
                         assert torch.equal(got[s], own[0])
+
+
+def as_documented(
+    q: Tensor, k: Tensor, v: Tensor, cut: Tensor, cut_k: Tensor, *most: int, scale: float, window_size: Any
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn of T x H x D by its documentation: windows end at the last key."""
+    assert {t.shape[1:] for t in (q, k, v)} == {q.shape[1:]}
+    assert cut.dtype == cut_k.dtype == torch.int32
+    left, right = (None if limit == -1 else limit for limit in window_size)
+    results, sizes = [], []
+    for (a, b), (c, d) in zip(*(itertools.pairwise(e.tolist()) for e in (cut, cut_k)), strict=True):
+        mask = seen(b - a, d - c, left, right, (d - c) - (b - a))
+        one = (t[s].transpose(0, 1) for t, s in ((q, slice(a, b)), (k, slice(c, d)), (v, slice(c, d))))
+        results.append(F.scaled_dot_product_attention(*one, attn_mask=mask, scale=scale).nan_to_num(0).transpose(0, 1))
+        sizes.append((b - a, d - c))
+    assert most == tuple(map(max, zip(*sizes, strict=True)))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("of_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["documented", "gpu"])
+def test_packed_sequences_in_one_call(of_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's kernel is asked, by its documentation on a CPU: the numbers of each sequence alone."""
+    refuse = DotProductAttention._refuse_varlen
+    if not of_gpu:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
+
+    def on_a_gpu(self: DotProductAttention, *of: Any) -> str | None:
+        reason = refuse(self, *of)
+        return None if not of_gpu and reason and "flash runs on NVIDIA's" in reason else reason
+
+    cut, cut_k = torch.tensor([0, 5, 5, 6, 17]), torch.tensor([0, 3, 5, 9, 20])
+    ran = set()
+    for (mask, window, *_), ends_k in itertools.product(CASES, (None, cut_k)):
+        q, k, v, dy = (t[0] for t in heads(1, 17, 17 if ends_k is None else 20, 4, 2, 16, torch.bfloat16))
+        if of_gpu:
+            q, k, v, dy = (t.detach().cuda().requires_grad_() for t in (q, k, v, dy))
+        results = []
+        for hooked in (False, True):
+            monkeypatch.setattr(DotProductAttention, "_refuse_varlen", on_a_gpu if hooked else lambda *_: "not now")
+            attention = DotProductAttention(mask=mask, window=window, layout="thd")
+            y = attention(q, k, v, cu_seqlens=cut, cu_seqlens_k=ends_k)
+            results.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
+        at_once = attention.last_note == "all packed sequences in one call"
+        ran.add((mask, ends_k is None, at_once))
+        for one, wanted in zip(*results, strict=True):
+            # both round results and probabilities to BF16; what cancels in dq has the size of dy
+            assert torch.allclose(one.float(), wanted.float(), rtol=2**-6, atol=2**-6 * float(dy.abs().amax()))
+    assert ran >= {("causal", True, True), ("causal", False, False), ("causal_bottom_right", False, True)}
+
+
+def test_packed_sequences_that_go_one_by_one() -> None:
+    """Each reason by itself; and a CPU's."""
+    q, k, v = (t[0] for t in heads(1, 17, 17, 4, 2, 16, torch.bfloat16)[:3])
+    rule = MASKS["causal"]
+    reasons = {
+        "dropout": (DotProductAttention(dropout=0.1), q, k, v),
+        "a sink": (DotProductAttention(sink=0.5), q, k, v),
+        "the backend 'math'": (DotProductAttention(backend="math"), q, k, v),
+        "FP8": (DotProductAttention(recipe=replace(get_recipe("tensorwise"), attention=AttentionRecipe())), q, k, v),
+        "heads of [12] entries": (DotProductAttention(), *(t[..., :12] for t in (q, k, v))),
+        "4 heads of q, 3 of k": (DotProductAttention(), q, k[:, [0, 1, 1]], v[:, [0, 1, 1]]),
+        "other dtypes than one of 16 bits": (DotProductAttention(), q.float(), k.float(), v.float()),
+    }
+    for reason, (attention, *operands) in reasons.items():
+        assert attention._refuse_varlen(*operands, rule, True) == f"varlen_attn: knows no {reason}"
+    assert "got cpu" in str(DotProductAttention()._refuse_varlen(q, k, v, rule, True))
 
 
 def test_a_sink_adds_to_the_denominator_and_learns() -> None:

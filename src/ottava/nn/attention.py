@@ -270,8 +270,9 @@ class DotProductAttention(nn.Module):
             query_lengths, key_lengths: int (B,), for padding: no query sees rows past the lengths, and they come out
                 as zeros.
             cu_seqlens, cu_seqlens_k: int (B + 1,), for "thd": the beginning of each packed sequence, and the end of the
-                last; cu_seqlens_k for keys of other lengths. Each sequence gives the bits that it gives alone. The
-                host reads them.
+                last; cu_seqlens_k for keys of other lengths. The host reads them. On a GPU one call of torch's flash
+                kernel takes all sequences, if it knows the settings. Else each sequence gives the bits that it gives
+                alone.
             mask: replaces the layer's mask in this call; a cache needs it.
             score_mod: changes scaled scores, as in torch's FlexAttention: (score, batch, head, query, key) -> score,
                 elementwise; masks apply behind it. A GPU runs torch's compiled kernel, a CPU plain formulas.
@@ -300,7 +301,7 @@ class DotProductAttention(nn.Module):
         return y.permute(tuple(order.index(d) for d in range(4)))
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, cu_seqlens: Tensor, of_keys: Tensor) -> Tensor:
-        """(T, H, D): a call for each sequence."""
+        """(T, H, D): one call, or one for each sequence."""
         ends = [read_once(cu_seqlens), *[read_once(of_keys)] * 2]
         for name, tensor, cut in zip("qkv", (q, k, v), ends, strict=True):
             if len(cut) != len(ends[0]) or cut[0] != 0 or cut[-1] != tensor.shape[0] or sorted(cut) != cut:
@@ -308,12 +309,56 @@ class DotProductAttention(nn.Module):
                     f"DotProductAttention: cu_seqlens {cut} do not cut {name} {tuple(tensor.shape)} into "
                     f"{len(ends[0]) - 1} sequences; they need to rise from 0 to {tensor.shape[0]}"
                 )
+        if self._refuse_varlen(q, k, v, rule, ends[0] == ends[1]) is None:
+            return self._varlen(q, k, v, rule, (cu_seqlens, of_keys), ends)
         split = [t.split([b - a for a, b in pairwise(cut)]) for t, cut in zip((q, k, v), ends, strict=True)]
         results = []
         for one in zip(*split, strict=True):
             a, b, c = (t.transpose(0, 1)[None] for t in one)
             results.append(self._attend(a, b, c, rule)[0].transpose(0, 1))
         return torch.cat(results)
+
+    def _refuse_varlen(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, same: bool) -> str | None:
+        """Why torch's kernel for packed sequences does not take them; None if it does.
+
+        same: whether keys are cut as queries are.
+        """
+        recipe, dims = self._recipe(), {q.shape[2], k.shape[2], v.shape[2]}
+        asked = {
+            "compiled code": torch.compiler.is_compiling(),
+            "dropout": self.dropout and self.training,
+            "a sink": self.sink is not None,
+            "FP8": recipe.attention is not None,
+            "batch invariance": recipe.fprop.batch_invariant,
+            "the largest logit": self.keeps_max_logit,
+            "keys on other ranks": self.keys is not None,
+            f"the backend {self.backend!r}": self.backend not in (None, "flash"),
+            "a mask from the top left for keys of other lengths": not (same or rule.bottom_right or rule == MaskRule()),
+            f"heads of {sorted(dims)} entries": len(dims) > 1 or min(dims) % 8 or max(dims) > 256,
+            f"{q.shape[1]} heads of q, {k.shape[1]} of k": q.shape[1] % max(k.shape[1], 1) or k.shape[1] != v.shape[1],
+            "other dtypes than one of 16 bits": len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype.itemsize != 2,
+        }
+        if told := ", ".join(name for name, no in asked.items() if no):
+            return f"varlen_attn: knows no {told}"
+        if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
+            return f"varlen_attn: flash runs on NVIDIA's GPUs from sm_80 on; got {q.device.type}"
+        return None
+
+    def _varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, cuts: tuple[Tensor, Tensor], ends: list[list[int]]
+    ) -> Tensor:
+        """All packed sequences in one call. It has never run on a GPU."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        most = [max((b - a for a, b in pairwise(cut)), default=0) for cut in ends[:2]]
+        # torch 2.11 takes as many heads of k as of q
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        window = tuple(-1 if limit is None else limit for limit in (rule.left, rule.right))
+        scale = self.softmax_scale if self.softmax_scale is not None else q.shape[2] ** -0.5
+        places = [cut.to(q.device, torch.int32) for cut in cuts]
+        self._note(q.transpose(0, 1)[None], k.transpose(0, 1)[None], "flash", "all packed sequences in one call")
+        y: Tensor = varlen_attn(q, k, v, *places, *most, scale=scale, window_size=window)  # type: ignore[arg-type,assignment]
+        return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *more: Any) -> Tensor:
         """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv); more: as of `attend_here`."""
@@ -347,11 +392,7 @@ class DotProductAttention(nn.Module):
             from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
             return apart(self.attend_here, q, k, v, rule, given, query_lengths, key_lengths, score_mod)  # type: ignore[no-any-return]
-        recipe = settings.recipe_for(self.name, self.resolved)
-        if recomputing() and self.last_recipe is not None:
-            recipe = self.last_recipe  # torch.utils.checkpoint repeats a forward outside of its autocast
-        elif not torch.compiler.is_compiling():
-            self.last_recipe = recipe
+        recipe = self._recipe()
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant
         alone = alone and score_mod is None and not self.keeps_max_logit
@@ -377,6 +418,15 @@ class DotProductAttention(nn.Module):
         if query_lengths is not None:
             y = y.masked_fill(torch.arange(queries, device=q.device)[:, None] >= query_lengths[:, None, None, None], 0)
         return y
+
+    def _recipe(self) -> Recipe:
+        """Of this call."""
+        recipe = ambient().recipe_for(self.name, self.resolved)
+        if recomputing() and self.last_recipe is not None:
+            return self.last_recipe  # torch.utils.checkpoint repeats a forward outside of its autocast
+        if not torch.compiler.is_compiling():
+            self.last_recipe = recipe
+        return recipe
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
         if self.sink is not None:
