@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
+import ottava
+from ottava.record.reader import Run
 from ottava.watching.collector import Collector
 from ottava.watching.config import WatchConfig
 from ottava.watching.modules import ModuleTap
@@ -77,3 +83,52 @@ def test_training_is_bit_identical(checkpointing: str, autocast: bool) -> None:
     assert torch.equal(after, after_without)
     for a, b in zip(with_tap, without, strict=True):
         assert torch.equal(a, b)
+
+
+class Noise(nn.Module):
+    """A weight that is drawn anew at every call."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.01 * torch.randn_like(weight)
+
+
+class Computed(nn.Module):
+    """Layers whose weights torch's parametrize computes: reading one changes what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(spectral_norm(nn.Linear(16, 32)), nn.ReLU(), weight_norm(nn.Linear(32, 16)))
+        self.embed = nn.Embedding(20, 16)
+        for layer, name in ((self.attention, "in_proj_weight"), (self.attention.out_proj, "weight")):
+            register_parametrization(layer, name, Noise())
+        register_parametrization(self.embed, "weight", Noise())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.mlp(self.attention(x, x, x)[0])
+
+
+def test_weights_that_are_computed_are_computed_as_often(tmp_path: Path) -> None:
+    """A spectral norm moves its vectors at every call, and noise is drawn; what the watch does not see, it says."""
+
+    def train(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Computed()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        with ottava.watch(model, tmp_path / "run") if watched else nullcontext():
+            for _ in range(7):
+                loss = model(torch.randint(20, (4, 8))).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        return [*losses, *model.state_dict().values(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+    run = Run.open(tmp_path / "run")
+    assert {fact["kind"] for fact in run.experiments} >= {"shadow"}
+    layers = {layer["name"]: layer for layer in run.manifest["layers"]}
+    assert len(layers) == 4
+    assert all("parametrize computes it" in one["why"] and "weight" not in one["tensors"] for one in layers.values())

@@ -153,7 +153,7 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], str], recipe: Recipe) -> Casts | None:
-    embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    embedded = {id(m._parameters.get("weight")) for m in modules if isinstance(m, nn.Embedding)}
     twins = {}
     for module in modules:
         if type(module) is not nn.Linear or "forward" in vars(module) or not module.weight.is_floating_point():

@@ -79,19 +79,23 @@ def _first(*values: Any) -> Tensor | None:
     return next((tensor for value in values for tensor in tensors_of(value)), None)
 
 
+def stored(module: Any, name: str = "weight") -> Any:
+    """A parameter of a module; None if it has none, or if torch's parametrize computes it: reading it would draw random
+    numbers once more, or move the vectors of a spectral norm."""
+    computed = module._modules.get("parametrizations")
+    return None if computed is not None and name in computed._modules else getattr(module, name, None)
+
+
 def _one(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
     """X is the first tensor of the arguments, W is `weight`, Y is the first tensor of the result."""
     x = _first(args, kwargs)
     weight = kwargs.get("weight")  # Megatron's tied output layer gets it as an argument
-    weight = weight if isinstance(weight, Tensor) else getattr(module, "weight", None)
+    weight = weight if isinstance(weight, Tensor) else stored(module)
     yield Part("", () if x is None else (x,), weight, _first(output))
 
 
 def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(weight := getattr(module, "weight", None), Tensor):
-        yield "", weight
-    else:  # the weight comes with the call
-        yield "", torch.empty(0, 0)
+    yield "", _or_empty(stored(module))  # none: it comes with the call, or is computed in it
 
 
 def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
@@ -111,12 +115,12 @@ def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
 
 def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
     """The norm is inside the layer: the watch sees W and Y only."""
-    yield Part("", (), getattr(module, "weight", None), _first(output))
+    yield Part("", (), stored(module), _first(output))
 
 
 def _headed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
     """The output is a loss: the watch sees only X and W."""
-    yield Part("", (args[0],) if args else (), getattr(module, "weight", None))
+    yield Part("", (args[0],) if args else (), stored(module))
 
 
 def _mlp(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
@@ -168,20 +172,23 @@ def _attention(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
 
     arrange = ordered if module.batch_first else torch.Tensor.detach
     different = [x for i, x in enumerate(given) if all(x is not earlier for earlier in given[:i])]
-    if module.in_proj_weight is not None:
-        yield Part(".in_proj", tuple(arrange(x) for x in different), module.in_proj_weight)
+    if module._qkv_same_embed_dim:
+        yield Part(".in_proj", tuple(arrange(x) for x in different), stored(module, "in_proj_weight"))
     else:
         for name, x in zip("qkv", given, strict=False):
-            yield Part(f".{name}_proj", (arrange(x),), getattr(module, f"{name}_proj_weight"))
-    yield Part(".out_proj", (), module.out_proj.weight, y, arrange)
+            yield Part(f".{name}_proj", (arrange(x),), stored(module, f"{name}_proj_weight"))
+    yield Part(".out_proj", (), stored(module.out_proj), y, arrange)
 
 
 def _attention_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
-    if module.in_proj_weight is not None:
-        yield ".in_proj", module.in_proj_weight
-    else:
-        yield from ((f".{name}_proj", getattr(module, f"{name}_proj_weight")) for name in "qkv")
-    yield ".out_proj", module.out_proj.weight
+    names = ("in_proj",) if module._qkv_same_embed_dim else tuple(f"{name}_proj" for name in "qkv")
+    for name in names:
+        yield f".{name}", _or_empty(stored(module, f"{name}_weight"))
+    yield ".out_proj", _or_empty(stored(module.out_proj))
+
+
+def _or_empty(weight: Any) -> Tensor:
+    return weight if isinstance(weight, Tensor) else torch.empty(0, 0)
 
 
 _TE = "transformer_engine"

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.measure.layer_names import SYMBOLS, layer_kind
@@ -221,6 +222,7 @@ _COMPILED_QUIETLY = (
     "called no forward hooks: it is compiled (then watch with compiled='eager'), runs in a CUDA graph, is called as a "
     "function, or did not run"
 )
+_COMPUTED = "W: torch's parametrize computes it at every call; the watch would change the run by computing it once more"
 _NOT_ASKED = "the settings do not ask for it"
 _WITHOUT_GRAD = "ran without gradients only"
 _NO_GEMM = (
@@ -390,7 +392,9 @@ class ModuleTap:
         for suffix, weight in adapter.weights(module):
             linear = self._linears.get(name + suffix)
             if linear is None or linear.module() is None:
-                self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
+                linear = self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
+                if is_parametrized(module):
+                    linear.whys.setdefault(_COMPUTED)
 
     def _found_owner(self, name: str, module: nn.Module) -> None:
         """Adds a module that may use its parameters itself; those of three dimensions are almost surely weights."""

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.snapshot import stepped_by
 from ottava.experiments.trace import fingerprint
+from ottava.watching.adapters import stored
 from ottava.watching.batches import Batches, arguments_of
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.manifest import configured
@@ -170,7 +171,7 @@ class TrainingTap:
                 hook.remove()
         self._roots = [entry for entry in self._roots if entry[0]() is not None and id(entry[0]()) not in inside]
         # blocks and averaged copies begin as equals, too, and should part; an embedding and a head should not
-        tables = {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding)}
+        tables = {id(m._parameters.get("weight")) for m in root.modules() if isinstance(m, nn.Embedding)}
         lookups: set[str] = set()
         found: dict[Any, list[str]] = {}
         for name, p in root.named_parameters(remove_duplicate=False):
@@ -577,7 +578,7 @@ class TrainingTap:
             config = getattr(ref(), "config", None)
             if getattr(config, "tie_word_embeddings", False) is True:
                 ends = [getattr(ref(), f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-                weights = [getattr(end, "weight", None) for end in ends]
+                weights = [None if end is None else stored(end) for end in ends]
                 if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
                     ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
         return ties
