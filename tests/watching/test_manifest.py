@@ -29,6 +29,15 @@ def test_layers_of_both_kinds_are_listed_with_reasons(tmp_path: Path) -> None:
     assert [(skipped["name"], "did not run" in skipped["why"]) for skipped in coverage["skipped"]] == [("idle", True)]
 
 
+def test_a_converted_layer_that_stays_in_bf16_is_seen(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    ottava.convert(model, ottava.get_recipe("tensorwise").override("1", "bf16"))
+    with ottava.watch(model, tmp_path / "run", every=1):
+        model(torch.randn(8, 32, dtype=torch.bfloat16)).sum().backward()
+    manifest = ottava.debug.Run.open(tmp_path / "run").manifest
+    assert (manifest["coverage"]["seen"], manifest["coverage"]["skipped"]) == (2, [])
+
+
 def test_recipes_keep_their_overrides() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     recipe = ottava.get_recipe("tensorwise").override("1", "bf16")

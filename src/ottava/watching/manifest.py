@@ -56,17 +56,19 @@ def coverage(doors: DoorTap, modules: ModuleTap, *, trained: bool) -> dict[str, 
 
     trained: whether a step has ended. Whether a cast to 8 bits or fewer ran in it is "cast".
     """
+    hooked = modules.coverage()
+    by_hook = {layer["name"] for layer in hooked if layer["seen"]}  # a layer of ours in BF16 has no cast at its doors
     layers = [
         {
             "name": name,
             "source": "door",
-            "seen": name in doors.seen,
+            "seen": name in doors.seen or name in by_hook,
             **_facts(ref()),
             "dtypes": doors.dtypes.get(name, {}),
         }
         for name, ref in doors.expected().items()
     ]
-    layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]
+    layers += [{**layer, "source": "hook"} for layer in hooked if layer["name"] not in doors.layers]
     layers = [{**layer, "before": modules.before.get(layer["name"], "")} for layer in layers]
     skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
     ran = any(_has_cast(name in doors.seen, ref()) for name, ref in doors.layers.items())
