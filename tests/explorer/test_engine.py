@@ -1,6 +1,7 @@
 """engine.js, run by Node and by Chromium, has the bits of ottava: casts of formats and recipes, trainings.
 
-The long run: `./x test tests/explorer/test_engine.py -k ten_million` makes 10 million casts and 200 steps of every recipe.
+The long run, `./x test tests/explorer/test_engine.py -k ten_million`, makes 10 million casts and 200 steps of every
+recipe.
 """
 
 from __future__ import annotations
