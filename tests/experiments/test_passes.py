@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +181,26 @@ def test_random_states_come_back() -> None:
     first = torch.rand(2)
     set_back()
     assert torch.equal(torch.rand(2), first)
+
+
+class OneSided(torch.autograd.Function):
+    """A loss that tells nothing about one of its inputs: torch calls that tensor's hooks with None."""
+
+    @staticmethod
+    def forward(ctx: Any, ignored: Tensor, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0].expand(2, 4)
+
+
+def test_an_output_without_a_gradient_is_passed_over() -> None:
+    """As in the backward of a compiled model, which gave an error to the training."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    recorder = Recorder([first, second])
+    x = torch.ones(2, 4)
+    loss = OneSided.apply(first(x), second(x))
+    loss.backward()
+    ignored, read = recorder.finish().forwards
+    assert (len(ignored.gradients), len(read.gradients)) == (0, 1)

@@ -19,6 +19,7 @@ import ottava
 import warm
 from ottava.base.settings import ConfigError
 from ottava.diagnose.diagnose import diagnose
+from ottava.experiments.program import Recorder
 from ottava.record.reader import Run
 from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector
@@ -634,6 +635,10 @@ class OwnProduct(nn.Module):
         (DoorTap, "_counts"),
         (FunctionalTap, "_saw"),
         (Checks, "__call__"),
+        (Recorder, "_before"),
+        (Recorder, "_after"),
+        (Recorder, "_check"),
+        (Recorder, "_know"),
         (Watch, "_saw_loss"),
         (Watch, "_end_step"),
         (Watch, "_describe_run"),

@@ -10,9 +10,12 @@ constructor that refuses typos; TransformerEngine accepts `DelayedScaling(amax_h
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
+
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps what torch or the training calls, so that an error in it does not end the training."""
 
 
 def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:

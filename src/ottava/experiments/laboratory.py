@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.base.errors import Guard
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
@@ -272,6 +273,7 @@ class Laboratory:
         step: steps done.
         share: of the run's time, for the shadows that no trigger asked for.
         early: False: the first shadow only, and then none before the share has paid for it.
+        guard: wraps the hooks of a step that is recorded.
     """
 
     def __init__(
@@ -289,7 +291,9 @@ class Laboratory:
         step: int = 0,
         share: float = _SHARE,
         early: bool = True,
+        guard: Guard = lambda hook: hook,
     ) -> None:
+        self._guard = guard
         self._share = min(share, _SHARE)
         self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
         self._most_twins = int(early)  # a twin's eight steps are not paid for, either
@@ -337,7 +341,7 @@ class Laboratory:
         self._why = self._reason(step)
         measured = step - self._first <= self._measured and _alone()
         if (self._why or measured or self._ring is not None) and (roots := self._models(step)):
-            self._recorder = Recorder(roots)
+            self._recorder = Recorder(roots, self._guard)
         if self._every and (self._why or step <= self._begun + _TRACED) and not has_compiled():
             recorder = self._recorder
             inside = (lambda: recorder.in_forward) if recorder else lambda: False

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ottava.base.errors import Guard
 from ottava.engine.autocast import Ambient
 from ottava.experiments.handmade import Exact
 from ottava.experiments.snapshot import (
@@ -167,6 +168,7 @@ class Recorder:
 
     Args:
         roots: the models, as the training calls them.
+        guard: wraps what the training calls, so that an error in it does not end the training.
 
     Example:
         >>> model = nn.Linear(4, 4)
@@ -179,8 +181,8 @@ class Recorder:
         (['Forward', 'Operation', 'Operation', 'Backward'], '')
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self.program = Program([])
+    def __init__(self, roots: Sequence[nn.Module], guard: Guard = lambda hook: hook) -> None:
+        self.program, self._guard = Program([]), guard
         self._slots = 0
         self._known: dict[int, tuple[Tensor, int]] = {}
         self._history: dict[int, Any] = {}
@@ -190,8 +192,8 @@ class Recorder:
         self._handles: list[Any] = []
         for root in roots:
             self._handles += [
-                root.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-                root.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+                root.register_forward_pre_hook(guard(self._before), prepend=True, with_kwargs=True),
+                root.register_forward_hook(guard(self._after), with_kwargs=True, always_call=True),
             ]
 
     @property
@@ -246,7 +248,7 @@ class Recorder:
         forward.inner = _inner({i: found[i] for i in forward.outputs})
         for number in forward.outputs:
             forward.scalar |= found[number].numel() == 1
-            found[number].register_hook(partial(_keep, forward, number))
+            found[number].register_hook(self._guard(partial(_keep, forward, number)))
         self._enter()
 
     def _enter(self) -> None:
@@ -257,29 +259,39 @@ class Recorder:
 
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function of torch, and records it if it reads what the program has made."""
+        note = self._guard(self._begun)(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if note is not None:
+            self._guard(note)(result)
+        return result
+
+    def _begun(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """What records a call, once its result is there; None for a call that the program needs not know."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(self._number(x) is not None for x in given):
-            return function(*args, **kwargs)
+            return None
         name = getattr(function, "__name__", "")
         writes = name in _WRITES or (name.endswith("_") and not name.startswith("__")) or kwargs.get("out") is not None
         for x in given:
             self._check(x)
         arguments = self._kept((args, kwargs), copies=writes)
         state = torch.is_grad_enabled(), autocasts(), saved_by()
-        result = function(*args, **kwargs)
-        found = list(tensors_in(result))
-        if found or name == "__setitem__":
+
+        def note(result: Any) -> None:
+            found = list(tensors_in(result))
+            if not found and name != "__setitem__":
+                return
             if len(self.program.entries) > _MOST_OPERATIONS:
                 self.program.broken = f"the loss has more than {_MOST_OPERATIONS} operations"
                 self._tail.leave()
-                return result
+                return
             slots = tuple(self._know(x) for x in found)
             self.program.entries.append(Operation(function, arguments, slots, writes, *state))
-            if writes:
-                for x in given:
-                    if self._number(x) is not None:
-                        self._history[self._number(x) or 0] = x.grad_fn
-        return result
+            for x in given if writes else ():
+                if self._number(x) is not None:
+                    self._history[self._number(x) or 0] = x.grad_fn
+
+        return note
 
     def _check(self, x: Tensor) -> None:
         """Notes a tensor whose history the program did not see: an autograd.Function made or changed it."""
@@ -406,8 +418,8 @@ def _derived(root: Tensor, gradient: Tensor | None) -> Tensor:
     return root if root.numel() == 1 or gradient is None else (root * gradient).sum()
 
 
-def _keep(forward: Forward, number: int, gradient: Tensor) -> None:
-    if torch.compiler.is_compiling():
+def _keep(forward: Forward, number: int, gradient: Tensor | None) -> None:
+    if torch.compiler.is_compiling() or gradient is None:  # compiled code gives an output none that the loss ignores
         return
     with torch.no_grad():
         before = forward.gradients.get(number)

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ottava.base.errors import Guard
 from ottava.engine.functional import QuantizedLayer
 from ottava.engine.quantizer import Doors, Quantizer
 from ottava.measure.layer_names import matches
@@ -23,7 +24,7 @@ from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import CELL_OF, HIGH_PRECISION, GemmRecipe, Recipe
 from ottava.watching.collector import Collector
 from ottava.watching.config import Intervention
-from ottava.watching.operands import GlobalHooks, Guard, repeats_a_forward, unobserved
+from ottava.watching.operands import GlobalHooks, repeats_a_forward, unobserved
 
 _GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from ottava.base.errors import Guard
 from ottava.watching.adapters import Part
-from ottava.watching.operands import Guard, autocast_dtype
+from ottava.watching.operands import autocast_dtype
 
 GATHERED = (
     "its module gathers one matrix for each token first, so that no GEMM has a W; the watch sees experts that run as "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ottava.watching.operands import Guard
+from ottava.base.errors import Guard
 
 Share = float | Tensor | None
 

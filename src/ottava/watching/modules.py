@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ottava.base.errors import Guard
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.measure.layer_names import SYMBOLS, layer_kind
 from ottava.recipe import Recipe
@@ -33,7 +34,6 @@ from ottava.watching.adapters import Adapter, Part, adapter_of, casting, recipe_
 from ottava.watching.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
 from ottava.watching.operands import (
     GlobalHooks,
-    Guard,
     autocast_dtype,
     edges_to,
     made_by,

@@ -168,8 +168,6 @@ def _operation(node: Any) -> str:
 Before = Callable[[nn.Module, Any], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Left = Callable[[nn.Module, Any, Any], None]
-Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Wraps what torch or the training calls, so that an error in it does not end the training."""
 
 
 class GlobalHooks:

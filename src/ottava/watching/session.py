@@ -220,6 +220,7 @@ class Watch:
             step=step,
             share=self.config.max_overhead,
             early=self.config.early,
+            guard=self._outlived,
         )
 
     def _make_cures(self) -> Cures:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ottava.base.errors import Guard
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.snapshot import stepped_by
 from ottava.experiments.trace import fingerprint
@@ -37,7 +38,7 @@ from ottava.watching.adapters import stored
 from ottava.watching.batches import Batches, arguments_of
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.manifest import configured
-from ottava.watching.operands import SHARD, Guard, capturing, plain
+from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
 _CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
