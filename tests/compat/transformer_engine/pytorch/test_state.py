@@ -240,6 +240,10 @@ def test_parts_have_their_names() -> None:
         (32, 32), (16, 32), (16, 32),
     ]  # fmt: skip
     assert torch.equal(torch.cat((rows.query_weight, rows.key_weight, rows.value_weight)), split.attention.qkv.weight)
+    rows.key_weight = torch.ones(16, 32)  # as a script assigns it that loads another checkpoint
+    assert bool((split.attention.qkv.weight[32:48] == 1).all())
+    split.self_attention.proj.bias = new = nn.Parameter(torch.ones(32))
+    assert split.attention.out.bias is new
     grouped = te.GroupedLinear(3, 16, 8)
     assert grouped.weight1.is_leaf
     assert grouped.weight1 is grouped.groups[1].weight

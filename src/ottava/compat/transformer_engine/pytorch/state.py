@@ -8,6 +8,7 @@ are not written either. A layer without a history has an empty `_extra_state`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import pickle
@@ -93,9 +94,11 @@ class Place:
             return getattr(self.real, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        key = self._module._our_names.get(f"{self._path}.{name}")
-        path, _, last = (key or "").rpartition(".")
-        setattr(self.real if key is None else self._module.get_submodule(path), last or name, value)
+        theirs = f"{self._path}.{name}"
+        if theirs in self._module._places:
+            setattr(self._module, theirs, value)
+        else:
+            setattr(self.real, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.real(*args, **kwargs)
@@ -165,36 +168,36 @@ class TEState(Advising):
             orders: ottava's key -> the order of its rows in TransformerEngine. The state dict then holds a copy.
         """
         self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
-        self._our_names = {parts: key for key, parts in keys.items() if isinstance(parts, str)}
-        self._pieces = {
-            name: (key, slice(before := sum(n for _, n in parts[:place]), before + rows))
-            for key, parts in keys.items()
-            if not isinstance(parts, str)
-            for place, (name, rows) in enumerate(parts)
-        }
+        self._places: dict[str, tuple[str, slice | None]] = {}
+        """TransformerEngine's key -> ours, and the rows of it; None: all."""
+        for key, parts in keys.items():
+            if isinstance(parts, str):
+                self._places[parts] = key, None
+                continue
+            ends = list(itertools.accumulate(rows for _, rows in parts))
+            self._places |= {name: (key, slice(end - rows, end)) for (name, rows), end in zip(parts, ends, strict=True)}
         self.register_state_dict_post_hook(_rename_out)
         self.register_load_state_dict_pre_hook(_rename_in)
 
     def __getattr__(self, name: str) -> Any:
         """Finds parameters and submodules by TransformerEngine's names, too."""
-        own = self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {}), self.__dict__.get("_buffers", {})
-        if "_pieces" not in self.__dict__ or any(name in of for of in own):
-            return super().__getattr__(name)
-        if name in self._our_names or name in self._pieces or self.our_path(name) is not None:
-            return self.theirs(name)
+        own = (self.__dict__.get(kind, {}) for kind in ("_parameters", "_modules", "_buffers"))
+        if "_places" in self.__dict__ and not any(name in of for of in own):
+            with contextlib.suppress(KeyError):
+                return self.theirs(name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assigns a parameter by TransformerEngine's name, too; rows of a larger one are copied into it."""
-        if name in self.__dict__.get("_pieces", {}) and isinstance(value, Tensor):
+        key, rows = self.__dict__.get("_places", {}).get(name, (name, None))
+        if rows is not None and isinstance(value, Tensor):
             with torch.no_grad():
                 self.theirs(name).copy_(value)
-            return None
-        key = self.__dict__.get("_our_names", {}).get(name)
-        if key is None or key == name:
-            return super().__setattr__(name, value)
-        path, _, last = key.rpartition(".")
-        return setattr(self.get_submodule(path), last, value)
+        elif key == name or rows is not None:
+            super().__setattr__(name, value)
+        else:
+            path, _, last = key.rpartition(".")
+            setattr(self.get_submodule(path), last, value)
 
     def theirs(self, name: str) -> Any:
         """What TransformerEngine has under a dotted name: a parameter, rows of one, or a `Place` below this module.
@@ -204,26 +207,24 @@ class TEState(Advising):
         Raises:
             KeyError: there is nothing of this name.
         """
-        if name in self._our_names:
-            path, _, last = self._our_names[name].rpartition(".")
-            return getattr(self.get_submodule(path), last)
-        if name in self._pieces:
-            key, place = self._pieces[name]
-            path, _, last = key.rpartition(".")
-            whole = getattr(self.get_submodule(path), last)
-            piece: Any = whole if whole is None else whole[place]
-            if whole is not None and whole.grad is not None:
-                piece.grad = whole.grad[place]
-            return piece
-        if self.our_path(name) is None:
-            raise KeyError(name)
-        return Place(self, name)
+        if name not in self._places:
+            if self.our_path(name) is None:
+                raise KeyError(name)
+            return Place(self, name)
+        key, rows = self._places[name]
+        path, _, last = key.rpartition(".")
+        whole = getattr(self.get_submodule(path), last)
+        if rows is None or whole is None:
+            return whole
+        piece: Any = whole[rows]
+        if whole.grad is not None:
+            piece.grad = whole.grad[rows]
+        return piece
 
     def our_path(self, theirs: str) -> str | None:
         """The submodule of ottava at a path of TransformerEngine; None: there is no such path."""
         start = f"{theirs}."
-        below = [key.split(".")[:-1] for name, key in self._our_names.items() if name.startswith(start)]
-        below += [key.split(".")[:-1] for name, (key, _) in self._pieces.items() if name.startswith(start)]
+        below = [key.split(".")[:-1] for name, (key, _) in self._places.items() if name.startswith(start)]
         below += [path.split(".") for name, paths in self._states.items() if name == theirs for path in paths]
         if not below:
             return None
