@@ -100,6 +100,10 @@ def test_packed_sequences_and_biases() -> None:
     assert torch.allclose(added.double(), formula(x, x, x, None, "causal", None), atol=1e-5)
     with pytest.raises(NotImplementedError, match="core_attention_bias_type='pre_scale_bias'"):
         layer(x, x, x, core_attention_bias_type="pre_scale_bias")
+    packed = te.DotProductAttention(HEADS, DIM, qkv_format="thd")
+    for kind, what in (("alibi", "ALiBi"), ("post_scale_bias", "a bias"), ("pre_scale_bias", "'pre_scale_bias'")):
+        with pytest.raises(NotImplementedError, match=what):
+            packed(q, q, q, cu_seqlens_q=cut, core_attention_bias_type=kind, core_attention_bias=bias)
     with pytest.raises(ValueError, match="did you mean 'padding_causal'"):
         te.DotProductAttention(HEADS, DIM, attn_mask_type="paddingcausal")
 

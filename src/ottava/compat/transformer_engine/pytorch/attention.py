@@ -147,29 +147,6 @@ def sink_for(where: str, softmax_type: str) -> Sink:
     return SINKS[softmax_type]
 
 
-def visible(attention_mask: Any, bias_type: str, bias: Tensor | None, alibi: Tensor | None) -> Tensor | None:
-    """The mask for ottava's attention: True where TransformerEngine's is False. With a bias: the bias, masked by -inf.
-
-    Args:
-        attention_mask: bool, or a pair of masks for cross attention; only the mask of the keys is used.
-        bias_type, bias: core_attention_bias_type and core_attention_bias.
-        alibi: the result of `alibi_bias`, for the type "alibi".
-    Raises:
-        NotImplementedError: the type is "pre_scale_bias".
-    """
-    if bias_type not in ("no_bias", "post_scale_bias", "alibi"):
-        raise NotImplementedError(
-            f"attention: core_attention_bias_type={bias_type!r} is not in ottava; compute the bias and give it as "
-            "'post_scale_bias'"
-        )
-    mask = attention_mask[-1] if isinstance(attention_mask, tuple | list) else attention_mask
-    allowed = None if mask is None else ~mask.bool()
-    bias = alibi if bias_type == "alibi" else bias
-    if bias_type == "no_bias" or bias is None:
-        return allowed
-    return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-
-
 def alibi_bias(slopes: Tensor | None, heads: int, queries: int, keys: int, *, last: bool, like: Tensor) -> Tensor:
     """ALiBi (arXiv 2108.12409): -slope |distance| for each head, (1, H, Sq, Sk); for slopes (B, H), (B, H, Sq, Sk).
 
@@ -344,14 +321,10 @@ class DotProductAttention(Advising, ContextParallel):
             qkv = query_layer, key_layer, value_layer
             key_layer, value_layer, options = inference_params.append(where, self.layer_number, *qkv, self.core.layout)
         else:
-            options = core_arguments(
-                self.core,
-                mask_for(where, kind),
-                attention_mask,
-                (core_attention_bias_type, core_attention_bias, alibi_slopes),
-                (cu_seqlens_q, cu_seqlens_kv),
-                (query_layer, key_layer, query_layer.shape[-2]),
-            )
+            bias, ends = (core_attention_bias_type, core_attention_bias, alibi_slopes), (cu_seqlens_q, cu_seqlens_kv)
+            sizes = query_layer, key_layer, query_layer.shape[-2]
+            options = {"mask": mask_for(where, kind)[0]}
+            options |= core_arguments(self.core, kind, attention_mask, bias, ends, *sizes)
         more = {} if score_mod is None else {"score_mod": score_mod}
         with self.drawn():
             y = self.core(query_layer, key_layer, value_layer, **options, **more).flatten(-2)
@@ -421,18 +394,6 @@ def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
         for i in range(count)
     ]
     return [head * dim + row for head in heads for row in range(dim)]
-
-
-def qkv_keys(prefix: str, theirs: str, sizes: tuple[int, int], fused: bool, has_norm: bool) -> dict[str, Parts]:
-    """ottava's key -> TransformerEngine's, for self attention: unless fused, its q, k and v are three parameters."""
-    q, kv = sizes
-    keys: dict[str, Parts] = {}
-    for name in ("weight", "bias"):
-        parts = tuple((f"{theirs}{part}_{name}", rows) for part, rows in (("query", q), ("key", kv), ("value", kv)))
-        keys[f"{prefix}{name}"] = f"{theirs}{name}" if fused else parts
-        if has_norm:
-            keys[f"{prefix}norm.{name}"] = f"{theirs}layer_norm_{name}"
-    return keys
 
 
 class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
@@ -577,7 +538,7 @@ def attention_arguments(
         NotImplementedError: ottava cannot honour an argument, or the mask differs from the constructor's.
     """
     refuse(where, others)
-    core, mask, past = module.attention, mask_for(where, kind), inference_params
+    core, mask, past = module.attention, mask_for(where, kind)[0], inference_params
     if core_attention_bias_type == "alibi" and module.out.sharding is not None:
         raise NotImplementedError(f"{where}: ALiBi with heads split over ranks is not in ottava; use 'post_scale_bias'")
     if past is not None:
@@ -589,16 +550,14 @@ def attention_arguments(
     if past is not None:
         cache = past.layer(where, layer_number, x, core.layout)
         return {"cache": cache, "query_lengths": past.query_lengths(x.device), **rotary}
-    if mask[0] != core.mask:
+    if mask != core.mask:
         raise NotImplementedError(
             f"{where}: the layer was built with {core.mask!r}, but attn_mask_type={kind!r} of this call needs "
-            f"{mask[0]!r}; give it to the constructor"
+            f"{mask!r}; give it to the constructor"
         )
-    bias = core_attention_bias_type, core_attention_bias, alibi_slopes
-    sizes = x, x if memory is None else memory, module.heads
-    options = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
-    del options["mask"]
-    return {**options, **rotary}
+    bias, ends = (core_attention_bias_type, core_attention_bias, alibi_slopes), (cu_seqlens_q, cu_seqlens_kv)
+    keys = x if memory is None else memory
+    return core_arguments(core, kind, attention_mask, bias, ends, x, keys, module.heads) | rotary
 
 
 def _own_angles(where: str, angles: Any, core: ours.DotProductAttention, x: Tensor) -> Tensor:
@@ -633,35 +592,48 @@ def refuse_cached(where: str, kind: str, attention_mask: Any, bias_type: str, pa
 
 def core_arguments(
     core: ours.DotProductAttention,
-    mask: tuple[str, bool],
+    kind: str,
     attention_mask: Any,
     bias: tuple[str, Tensor | None, Tensor | None],
     ends: tuple[Tensor | None, Tensor | None],
-    sizes: tuple[Tensor, Tensor, int],
+    q: Tensor,
+    k: Tensor,
+    heads: int,
 ) -> dict[str, Any]:
-    """The keywords of a call of `ottava.nn.DotProductAttention`.
+    """The keywords of a call of `ottava.nn.DotProductAttention`, but its mask.
 
     Args:
-        mask: the result of `mask_for`.
+        kind: attn_mask_type.  attention_mask: True hides; of a pair of masks, for cross attention, that of the keys.
         bias: core_attention_bias_type, core_attention_bias, alibi_slopes.
         ends: cu_seqlens_q, cu_seqlens_kv.
-        sizes: a tensor as long as the queries, and one as long as the keys, in the layout; the number of heads.
+        q, k: tensors as long as the queries and as the keys, in the layout.
+    Raises:
+        NotImplementedError: a bias in front of the scale, or one of packed sequences.
     """
-    (name, masked), (q_ends, k_ends), (q, k, heads) = mask, ends, sizes
+    (name, masked), (q_ends, k_ends), (bias_type, added, slopes) = mask_for("attention", kind), ends, bias
+    if bias_type not in ("no_bias", "post_scale_bias", "alibi"):
+        raise NotImplementedError(
+            f"attention: core_attention_bias_type={bias_type!r} is not in ottava; compute the bias and give it as "
+            "'post_scale_bias'"
+        )
     if core.layout == "thd":
+        if bias_type == "alibi" or (bias_type != "no_bias" and added is not None):
+            what = "ALiBi" if bias_type == "alibi" else "a bias"
+            raise NotImplementedError(f"attention: {what} with packed sequences ('thd') is not in ottava; use 'bshd'")
         if core.keys is not None:  # each rank holds as much of every sequence
             q_ends, k_ends = (None if cut is None else cut // dist.get_world_size(core.keys.group) for cut in ends)
-        if bias[0] == "alibi":
-            raise NotImplementedError("attention: ALiBi with packed sequences ('thd') is not in ottava; use 'bshd'")
-        return {"mask": name, "cu_seqlens": q_ends, "cu_seqlens_k": k_ends}
-    alibi = None
-    if bias[0] == "alibi":
+        return {"cu_seqlens": q_ends, "cu_seqlens_k": k_ends}
+    hidden = attention_mask[-1] if isinstance(attention_mask, tuple | list) else attention_mask
+    shown = None if hidden is None or not masked else ~hidden.bool()
+    if bias_type == "alibi":
         axis = 1 if core.layout == "bshd" else 0
-        alibi = alibi_bias(bias[2], heads, q.shape[axis], k.shape[axis], last=name != "causal", like=q)
-    options = {"mask": name, "attention_mask": visible(attention_mask if masked else None, *bias[:2], alibi)}
+        added = alibi_bias(slopes, heads, q.shape[axis], k.shape[axis], last=name != "causal", like=q)
+    if bias_type != "no_bias" and added is not None:
+        shown = added if shown is None else added.masked_fill(~shown, -torch.inf)
     if not masked or q_ends is None:
-        return options
-    return options | {"query_lengths": q_ends.diff(), "key_lengths": (q_ends if k_ends is None else k_ends).diff()}
+        return {"attention_mask": shown}
+    lengths = {"query_lengths": q_ends.diff(), "key_lengths": (q_ends if k_ends is None else k_ends).diff()}
+    return {"attention_mask": shown, **lengths}
 
 
 def attention_keys(
@@ -671,22 +643,23 @@ def attention_keys(
     several = f"{prefix}{'kv' if module.cross else 'qkv'}."
     ordered = fused and interleaved
     orders = {f"{several}{name}": interleaved_rows(module) for name in ("weight", "bias")} if ordered else {}
-    sizes = module.heads * module.head_dim, module.kv_heads * module.head_dim
+    q_rows, kv_rows = module.heads * module.head_dim, module.kv_heads * module.head_dim
     has_norm = hasattr(module.q if module.cross else module.qkv, "norm")
     keys: dict[str, Parts] = {f"{prefix}out.{name}": f"{theirs}proj.{name}" for name in ("weight", "bias")}
     states: dict[str, tuple[str, ...]] = {f"{theirs}proj": (f"{prefix}out",)}
     keys |= {f"{prefix}attention.sink": f"{theirs}core_attention.softmax_offset"}
     for norm in ("q_norm", "k_norm"):
         keys |= {f"{prefix}{norm}.{name}": f"{theirs}{norm}.{name}" for name in ("weight", "bias")}
-    if not module.cross:
-        name = "layernorm_qkv" if has_norm else "qkv"
-        keys |= qkv_keys(f"{prefix}qkv.", f"{theirs}{name}.", sizes, fused, has_norm)
-        return keys, states | {f"{theirs}{name}": (f"{prefix}qkv",)}, orders
-    name = "layernorm_query" if has_norm else "query_layer"
+    rows = {"query": q_rows, "key": kv_rows, "value": kv_rows}
+    first = f"layernorm_{'query' if module.cross else 'qkv'}" if has_norm else "query_layer" if module.cross else "qkv"
+    places = {"qkv": (first, list(rows))}
+    if module.cross:
+        places = {"q": (first, ["query"]), "kv": ("key_value", ["key", "value"])}
     for part in ("weight", "bias"):
-        keys[f"{prefix}q.{part}"] = f"{theirs}{name}.{part if fused else f'query_{part}'}"
-        pair = tuple((f"{theirs}key_value.{which}_{part}", sizes[1]) for which in ("key", "value"))
-        keys[f"{prefix}kv.{part}"] = f"{theirs}key_value.{part}" if fused else pair
+        for own, (name, holds) in places.items():
+            apart = tuple((f"{theirs}{name}.{which}_{part}", rows[which]) for which in holds)
+            alone = apart[0][0] if len(apart) == 1 else apart
+            keys[f"{prefix}{own}.{part}"] = f"{theirs}{name}.{part}" if fused else alone
         if has_norm:
-            keys[f"{prefix}q.norm.{part}"] = f"{theirs}{name}.layer_norm_{part}"
-    return keys, states | {f"{theirs}{name}": (f"{prefix}q",), f"{theirs}key_value": (f"{prefix}kv",)}, orders
+            keys[f"{prefix}{next(iter(places))}.norm.{part}"] = f"{theirs}{first}.layer_norm_{part}"
+    return keys, states | {f"{theirs}{name}": (f"{prefix}{own}",) for own, (name, _) in places.items()}, orders
