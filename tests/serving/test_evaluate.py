@@ -229,6 +229,11 @@ def test_each_rule_answers_to_its_facts_and_an_earlier_one_wins() -> None:
         assert verdict.evidence
         assert verdict.remedy
     assert len(RULES) == 7
+    quiet = case(cast, b=True)  # two texts, too noisy each; together they show it
+    loud = replace(case(cast, kl=0.02, b=True), texts=(quiet.answers, quiet.answers))
+    verdict = judge(loud)
+    assert verdict.sentence == "The casts of B are too coarse for all texts"
+    assert not any("only these texts" in line for line in verdict.evidence)
 
 
 def test_the_page_says_what_was_found(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "mask": (_change(attention_mask=None), "lacks attention_mask, which verl has"),
     "batch": (_change(rollout_log_probs=padded(ROLLOUT)[:1]), "has 1 sequences"),
     "halves": (_change(responses=IDS[:, 4:] + 0.5), "no whole ones"),
+    "tokens": (_change(responses=IDS[:, 4:] - 20), "has the token -"),
     "dimensions": (_change(response_mask=torch.ones(2, 4, 2)), "response_mask has 2 dimensions in sequence 0"),
     "versions": (_change(trainer_version=torch.ones(2, 2)), "trainer_version has 2 numbers for a sequence"),
     "side": (_change(**{"rollout/x": torch.ones(2, 2)}), "no recomputed/x"),

@@ -307,7 +307,7 @@ def _too_coarse(case: Compared) -> Judgement | None:
     if not case.matters or not (more or casts_differ):
         return None
     hurt = [one.text for one in case.texts if _beyond(one, case.tolerance)]
-    some = len(case.texts) > 1 and len(hurt) < len(case.texts)
+    some = 0 < len(hurt) < len(case.texts)  # none: their noise hides it, and only all together show it
     on = f" for {listed(hurt)}" if some else "" if len(case.texts) == 1 else " for all texts"
     worst = sorted(case.blocks, key=lambda one: one.own, reverse=True)[:3]
     evidence = [f"only these texts leave the tolerance: {listed(hurt)}"] if some else []

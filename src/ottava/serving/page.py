@@ -28,7 +28,7 @@ def render_page(
     headline, _, rest = parts[0].headline.partition(": ")
     if " " not in headline:  # one word is no headline
         headline, rest = parts[0].headline, ""
-    blocks = [] if answers is None else [(one.total, one.own) for one in answers.blocks]
+    blocks = () if answers is None else answers.blocks
     layers = [] if certificate is None else [(row.layer, row.kl) for row in certificate.rows if row.kl is not None]
     return render(
         __package__ or "",
@@ -40,30 +40,30 @@ def render_page(
         found=answers,
         rollout=rollout,
         meanings=CAUSES,
-        kl=_of_linears([kl for _, kl in layers]) if layers else None,
+        kl=_row(
+            "KL of each linear that differs, alone",
+            "Nats a token if only this linear is the engine's, in the order of execution.",
+            ("linear", "nats a token"),
+            {"KL alone": (2, [kl for _, kl in layers])},
+        ),
         layers=layers,
-        chart=_of_blocks(blocks) if blocks else None,
+        chart=_row(
+            "Error behind each block",
+            "Relative error of the hidden state behind each block, and of each block alone on A's stream.",
+            ("block", "relative error"),
+            {"so far": (1, [one.total for one in blocks]), "of this block alone": (2, [one.own for one in blocks])},
+        ),
         texts=[] if answers is None else answers.rows,
         tensors=[] if answers is None else sorted(answers.weights.tensors, key=lambda one: not one.wrong),
-        shown=_shown,
     )
 
 
-def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
-    total, own = zip(*errors, strict=True)
-    said = "Relative error of the hidden state behind each block, and of each block alone on A's stream."
-    lines = {"so far": (1, total), "of this block alone": (2, own)}
-    return _row("Error behind each block", said, ("block", "relative error"), lines)
-
-
-def _of_linears(kls: Sequence[float]) -> Chart:
-    said = "Nats a token if only this linear is the engine's, in the order of execution."
-    labels = "linear", "nats a token"
-    return _row("KL of each linear that differs, alone", said, labels, {"KL alone": (2, kls)})
-
-
-def _row(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tuple[int, Sequence[float]]]) -> Chart:
-    """A chart over the places in a row; lines: name -> style, and the number at each place."""
+def _row(
+    title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tuple[int, Sequence[float]]]
+) -> Chart | None:
+    """A chart over the places in a row; lines: name -> style, and the number at each place. None: there is no place."""
+    if not all(values for _, values in lines.values()):
+        return None
     return Chart(
         title=title,
         description=said,
@@ -78,8 +78,3 @@ def _row(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tup
         x_range=(0, max(1, *(len(values) - 1 for _, values in lines.values()))),
         log=any(y > 0 for _, values in lines.values() for y in values),
     )
-
-
-def _shown(values: str) -> str:
-    """Generated text on one line, with its blanks."""
-    return values.replace("\n", "⏎")

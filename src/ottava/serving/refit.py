@@ -17,6 +17,8 @@ from ottava.serving.export import ExportError, written_tensors
 from ottava.serving.sides import digest
 from ottava.serving.source import Source
 
+checksum = digest
+
 
 @dataclass(frozen=True, eq=False)
 class Sent:
@@ -28,17 +30,6 @@ class Sent:
     """Codes, scales or numbers, on the CPU."""
     sha256: str
     """`checksum` of the tensor."""
-
-
-def checksum(tensor: Tensor) -> str:
-    """SHA-256 of "torch.DTYPE (SHAPE)", and then of the bytes in row-major order; both sides can compute it.
-
-    Example:
-        >>> import hashlib, torch
-        >>> checksum(torch.tensor([1.0])) == hashlib.sha256(b"torch.float32 (1,)" + bytes([0, 0, 128, 63])).hexdigest()
-        True
-    """
-    return digest(tensor)
 
 
 def refit(

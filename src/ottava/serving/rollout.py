@@ -323,6 +323,8 @@ def _check(found: Rollout) -> None:
     sizes = found.sequences
     if not sum(sizes):
         raise UntrustedError("no token is compared: its mask is empty")
+    if (least := min(int(ids.min()) for ids in found.ids if len(ids))) < 0:
+        raise UntrustedError(f"has the token {least}; needs numbers from 0 on, and a mask that leaves padding out")
     for name in ("rollout", "recomputed", "trained"):
         values: Tensor | None = getattr(found, name)
         if values is None:

@@ -107,17 +107,22 @@ class Twin:
         """
         from transformers import DynamicCache
 
-        past: list[tuple[Tensor, Tensor]] = []
+        past: dict[int, tuple[Tensor, Tensor]] = {}
         before = (torch.arange(ids.shape[1]) < (0 if prompts is None else prompts[:, None]))[..., None, :, None]
 
         class Changed(DynamicCache):
             """Keys and values as a cache in FP8 gives them back, and of prompts as another state left them there."""
 
+            prompts = False
+            """Whether the other state runs, whose keys and values are kept as they are."""
+
             def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
                 fmt, pair = state.cache, [key_states, value_states]
-                if layer_idx < len(past):
+                if self.prompts:
+                    past[layer_idx] = key_states, value_states
+                elif layer_idx in past:
                     pair = [torch.where(before, old, new) for old, new in zip(past[layer_idx], pair, strict=True)]
-                if fmt is not None and state.cached in (None, layer_idx):
+                if fmt is not None and state.cached in (None, layer_idx) and not self.prompts:
                     for i in ("kv".index(one) for one in state.held):
                         top = state.cache_top or pair[i].abs().amax(-1, keepdim=True).clamp(min=_LEAST).float()
                         by = top / fmt.max if state.cache_top < math.inf else 1.0
@@ -125,15 +130,10 @@ class Twin:
                         pair[i] = near.to(pair[i].dtype)
                 return super().update(*pair, layer_idx, *args, **more)
 
-        class Kept(DynamicCache):
-            """Keys and values, kept."""
-
-            def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
-                past.append((key_states, value_states))
-                return super().update(key_states, value_states, layer_idx, *args, **more)
-
         if state.prompt is not None:
-            self._run(state.prompt, ids, routes, Kept())
+            kept = Changed()
+            kept.prompts = True
+            self._run(state.prompt, ids, routes, kept)
         return self._run(state, ids, routes, None if state.cache is None and not past else Changed())
 
     def _run(self, state: ModelState, ids: Tensor, routes: Tensor | None, cache: Any) -> Tensor:
