@@ -368,6 +368,25 @@ def test_quantizers_are_values_that_torch_compile_takes_as_constants() -> None:
         grouped.__fx_repr__()
 
 
+def test_ranks_share_the_largest_amax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other of two ranks has an amax of 64, made by hand; a tensor without numbers asks nobody."""
+    asked: list[Any] = []
+    wanted = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(torch.full((4, 32), 64.0))._scale_inv
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: asked.append(group) or t.clamp_(min=64.0))
+    x = torch.full((4, 32), 0.5)
+    quantizer = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, with_amax_reduction=True)
+    assert torch.equal(quantizer(x)._scale_inv, wanted)
+    assert len(asked) == 2  # rows and columns
+    empty = quantizer.make_empty((4, 32))
+    assert len(asked) == 2
+    empty.quantize_(x)
+    assert torch.equal(empty._scale_inv, wanted)
+    with pytest.raises(NotImplementedError, match="NVFP4Quantizer: with_amax_reduction"):
+        te.NVFP4Quantizer(with_amax_reduction=True)(x)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 takes only classes of its own metaclass")
 def test_torch_compile_knows_the_quantizers_without_a_state() -> None:
     from torch._library.opaque_object import is_opaque_value_type

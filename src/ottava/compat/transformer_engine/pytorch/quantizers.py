@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava.compat.transformer_engine.common import recipe
-from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
@@ -170,6 +169,7 @@ class Quantizer:
     internal = False
     optimize_for_gemm = False
     dtype: Any = DType.kFloat8E4M3
+    with_amax_reduction = False
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
@@ -260,7 +260,10 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> Tensor:
         """A quantized tensor of zeros: ottava has no codes without a meaning."""
-        made = copy.copy(self).quantize(torch.zeros(tuple(shape), device=device, dtype=torch.float32), dtype=dtype)
+        own, settings = copy.copy(self), dict(vars(self))
+        own.with_amax_reduction = False  # of zeros, on this rank alone
+        made = own.quantize(torch.zeros(tuple(shape), device=device, dtype=torch.float32), dtype=dtype)
+        own.__dict__ = settings
         return made.requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -340,7 +343,7 @@ def _no_floor(where: str, amax_epsilon: float) -> None:
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """One scale a tensor, from its own amax."""
+    """One scale a tensor, from its own amax; with_amax_reduction: from the largest one on the ranks of the group."""
 
     tensor_class, recipe_class = Float8Tensor, recipe.Float8CurrentScaling
 
@@ -361,9 +364,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor | None:
         """A tensor below amax_epsilon has the scale of that amax."""
-        if not self.amax_epsilon:
+        if not (self.amax_epsilon or self.with_amax_reduction):
             return None
-        return spec.scale_of(amax(matrix.detach()).clamp(min=self.amax_epsilon)).scale.view(1)
+        largest = amax(matrix.detach())
+        if self.with_amax_reduction and dist.is_initialized():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self.amax_reduction_group)
+        return spec.scale_of(largest.clamp(min=self.amax_epsilon)).scale.view(1)
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
@@ -475,6 +481,11 @@ class NVFP4Quantizer(Quantizer):
         """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""
         own, spec = matrix.t().contiguous() if columns else matrix, self.specs()[columns]
         assert spec is not None
+        if self.with_amax_reduction and dist.is_initialized() and dist.get_world_size(self.amax_reduction_group) > 1:
+            raise NotImplementedError(
+                "NVFP4Quantizer: with_amax_reduction is not in ottava: its scale is that of this rank's tensor. Cast "
+                "the whole tensor, or leave it out"
+            )
         if self.row_scaled_nvfp4:
             return cast_rows_alone(own, spec)
         codes = quantize(own, spec)
@@ -589,7 +600,7 @@ class QuantizerRequest:
 class DelayedScalingRequest(QuantizerRequest):
     """Delayed scaling, with the fields of the recipe."""
 
-    fp8_format: Format = Format.HYBRID
+    fp8_format: recipe.Format = recipe.Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: Any = "max"
@@ -600,7 +611,7 @@ class DelayedScalingRequest(QuantizerRequest):
         """As `Quantizer.specs`."""
         if not self.reduce_amax:
             raise NotImplementedError("DelayedScalingRequest: reduce_amax=False is not in ottava; give DelayedScaling")
-        return DelayedScaling(**vars(self)).ottava.cells(tensor)
+        return recipe.DelayedScaling(**vars(self)).ottava.cells(tensor)
 
 
 def high_precision_factory(role: Any) -> IdentityQuantizer:
@@ -675,7 +686,7 @@ class RecipeState:
     scale: Tensor | None = None
     amax_history: Tensor | None = None
     """Of delayed scaling: fp32 (slots,), and (amax_history_len, slots); the quantizers have views of both."""
-    _inner_delayed_scaling_recipe: DelayedScaling | None = None
+    _inner_delayed_scaling_recipe: recipe.DelayedScaling | None = None
     _has_delayed_scaling = property(lambda self: self.scale is not None)
 
     def __init__(
@@ -707,7 +718,7 @@ class RecipeState:
             ValueError: the factory gives None, or requests that differ.
         """
         slots = range(self.num_quantizers)
-        if isinstance(self.recipe, DelayedScaling):
+        if isinstance(self.recipe, recipe.DelayedScaling):
             made: list[Any] = [self.recipe] * len(slots)
         elif isinstance(self.recipe, recipe.CustomRecipe):
             made = [self.recipe.qfactory(self.roles[n] if self.roles else None) for n in slots]
@@ -715,14 +726,14 @@ class RecipeState:
                 raise ValueError(f"CustomRecipe qfactory returned None for slot {made.index(None)}; needs a quantizer")
         else:
             made = [self._make(self._slot_tensor_type(n), self._slot_role(n)) for n in slots]
-        asked = [n for n, one in enumerate(made) if isinstance(one, DelayedScaling | DelayedScalingRequest)]
+        asked = [n for n, one in enumerate(made) if isinstance(one, recipe.DelayedScaling | DelayedScalingRequest)]
         if any(made[n] != made[asked[0]] for n in asked):
             raise ValueError(
                 "All DelayedScalingRequests in one CustomRecipeState must match: give them the same fields"
             )
         if asked:
             one = made[asked[0]]
-            self._inner_delayed_scaling_recipe = DelayedScaling(**vars(one)) if one is not self.recipe else one
+            self._inner_delayed_scaling_recipe = recipe.DelayedScaling(**vars(one)) if one is not self.recipe else one
             new: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
             self.scale = torch.ones(len(asked), **new)
             self.amax_history = torch.zeros(one.amax_history_len, len(asked), **new)
