@@ -375,7 +375,7 @@ class _Lab:
     def _fit_layers(self) -> None:
         """Takes linears that training leaves in BF16, whatever its recipe says, from what it recomputed."""
         assert self.ours is not None
-        casts = {name: Side(side.weight) for name, side in self.ours.linears.items() if side.cast is not None}
+        casts = {name: Side(side.weight) for name, side in self.ours.casts.items()}
         here = _gap(self.found.recomputed, self._own)
         tried = []
         for kind, names in groups(list(casts)).items():

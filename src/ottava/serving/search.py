@@ -103,6 +103,11 @@ class Guess:
     trainer: bool = False
     """Take what the checkpoint gives for training's log-probabilities."""
 
+    def having(self, change: Callable[[ModelState], ModelState]) -> Guess:
+        """The same with a change of the state, which it has."""
+        assert self.state is not None
+        return replace(self, state=change(self.state))
+
 
 Settings = Callable[[Guess, Callable[[Guess], float]], Iterator[tuple[Guess, str]]]
 

@@ -99,6 +99,11 @@ class Side:
             made = replace(made, scale_inv=self.scales(made.scale_inv).contiguous())
         return made.dequantize(torch.float32)
 
+    def holding(self, weight: Tensor) -> Side:
+        """The same with another weight, cast as this one is by the numbers that it has now."""
+        cast = None if self.cast is None else quantize(weight, replace(self.cast.spec, scaling="current"))
+        return replace(self, weight=weight, cast=cast)
+
     @property
     def digest(self) -> str:
         """A hash of the numbers that are multiplied."""
@@ -129,6 +134,11 @@ class Model:
     """Why the engine reads none of it."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the files."""
+
+    @property
+    def casts(self) -> dict[str, Side]:
+        """The linears that are cast."""
+        return {name: side for name, side in self.linears.items() if side.cast is not None}
 
 
 def digest(*tensors: Tensor) -> str:
@@ -317,9 +327,8 @@ def _side(
     if not decision.quantized:  # the engine loads the codes as numbers
         return Side(weight.float(), codes=True)
     activations = _activations(name, tensors, group, engine, words)
-    misfit, stored_cast = "", None
-    if tuple(cast.scale_inv.shape) != group.blocks.grid_shape((weight.shape[0], weight.shape[1])):
-        grid = group.blocks.grid_shape((weight.shape[0], weight.shape[1]))
+    misfit, stored_cast, grid = "", None, group.blocks.grid_shape((weight.shape[0], weight.shape[1]))
+    if tuple(cast.scale_inv.shape) != grid:
         misfit = f"blocks of {group.blocks} need a grid {grid} of scales, and {tuple(cast.scale_inv.shape)} is stored"
     wants_powers = _truth(words.get("ue8m0"))
     if wants_powers and cast.spec.granularity.rows == 128 and not powers_only(cast.scale_inv):

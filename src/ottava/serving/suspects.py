@@ -16,7 +16,6 @@ from torch import Tensor
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.ops.quantize import quantize
 from ottava.serving.causes import HEAD, ROUTER
 from ottava.serving.formula import formula_causes
 from ottava.serving.rollout import Rollout
@@ -179,20 +178,16 @@ def _kind(name: str, other: str) -> str:
     return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
 
 
-def _old(ours: Model, model: Model) -> dict[str, Side]:
-    """Weights of an earlier step, cast as today's are."""
-    sides = {}
-    for key, side in ours.linears.items():
-        if (old := model.linears.get(key)) is not None and old.weight.shape == side.weight.shape:
-            cast = None if side.cast is None else quantize(old.weight, replace(side.cast.spec, scaling="current"))
-            sides[key] = replace(side, weight=old.weight, cast=cast)
-    return sides
+def _old(ours: Model, model: Model) -> tuple[dict[str, Side], dict[str, Tensor]]:
+    """Weights of an earlier step, cast as today's are, and its tensors in high precision."""
+    pairs = {n: (side, model.linears[n].weight) for n, side in ours.linears.items() if n in model.linears}
+    sides = {n: side.holding(old) for n, (side, old) in pairs.items() if old.shape == side.weight.shape}
+    return sides, {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
 
 
 def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
     """Weights of an earlier step: all of them, or some."""
-    sides = _old(ours, model)
-    plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
+    sides, plain = _old(ours, model)
     yield of_state("stale", f"all weights of {name}", partial(given, sides, plain=plain))
     yield of_state("stale", f"all linears of {name}", partial(given, sides))
     yield of_state("stale", f"tensors in high precision of {name}", partial(given, {}, plain=plain))
@@ -220,7 +215,7 @@ def _untied(
 
 def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     """What engines do, whatever a checkpoint says."""
-    casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
+    casts = ours.casts
     body = {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
     for what, (spec, inputs) in CASTS.items():
         if casts:
@@ -288,10 +283,9 @@ def in_part(found: Rollout, ours: Model | None, before: Sequence[tuple[str, Mode
         name = {"kv": "keys and values", "k": "keys", "v": "values"}[held]
         where = f"{name} {'' if i is None else f'of layer {i} '}in {E4M3.name}, by a scale that holds {{:.3g}}"
         yield number("kv-cache", _LIMITS, partial(_cached, i, held), where, round(math.log2(_LIMITS[1] / _LIMITS[0])))
-    casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
+    casts = ours.casts
     for name, model in before:
-        old = _old(ours, model)
-        plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
+        old, plain = _old(ours, model)
         yield placed("stale", f" of {name}", old, plain)
         for rank in range(2):
             yield placed("stale", f" of {name}, rank {rank} of 2", _rank(ours.linears, old, rank))
@@ -321,12 +315,7 @@ def _rank(new: Mapping[str, Side], old: Mapping[str, Side], rank: int) -> dict[s
         parts = [t.split((size, t.shape[axis] - size), axis) for t in (one, other)]
         return torch.cat([parts[int(i == rank)][i] for i in range(2)], axis)
 
-    made = {}
-    for name, side in old.items():
-        weight = mixed(name, new[name].weight, side.weight)
-        spec = None if side.cast is None else replace(side.cast.spec, scaling="current")
-        made[name] = replace(side, weight=weight, cast=None if spec is None else quantize(weight, spec))
-    return made
+    return {n: side.holding(mixed(n, new[n].weight, side.weight)) for n, side in old.items()}
 
 
 _SCORES: Mapping[str, Callable[[float], Callable[[Tensor], Tensor]]] = MappingProxyType(
@@ -340,18 +329,15 @@ _SCORES: Mapping[str, Callable[[float], Callable[[Tensor], Tensor]]] = MappingPr
 
 
 def _scored(change: Callable[[float], Callable[[Tensor], Tensor]], setting: Guess, value: float) -> Guess:
-    assert setting.state is not None
-    return replace(setting, state=replace(setting.state, scores=change(value)))
+    return setting.having(lambda state: replace(state, scores=change(value)))
 
 
 def _cached(layer: int | None, held: str, setting: Guess, top: float) -> Guess:
-    assert setting.state is not None
-    return replace(setting, state=replace(setting.state, cache=E4M3, cached=layer, cache_top=top, held=held))
+    return setting.having(lambda state: replace(state, cache=E4M3, cached=layer, cache_top=top, held=held))
 
 
 def _static(sides: Mapping[str, Side], setting: Guess, top: float) -> Guess:
     """Linears whose inputs have a scale of other data."""
-    assert setting.state is not None
     inputs = InputCast(PER_TENSOR, False, True, top / E4M3.max)
     made = {n: cast(s, QuantizationSpec(E4M3, PER_TENSOR), inputs) for n, s in sides.items()}
-    return replace(setting, state=given(made, setting.state))
+    return setting.having(partial(given, made))
