@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ottava.base.untrusted import UntrustedError
-from ottava.serving.rollout import FORMATS, Rollout, certify, read_rollout
+from ottava.serving.rollout import FORMATS, Rollout, batches, certify, read_rollout
 from sweep import sweep
 
 IDS = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 0], [0, 3, 4, 5, 11, 12, 0, 0]])
@@ -107,6 +107,21 @@ def test_routes_layers_and_versions_are_read(tmp_path: Path) -> None:
     assert torch.equal(found.routes[1], routes[1, 1:6])
     assert found.layers == {"layers.0": pytest.approx(0.5)}
     assert found.versions == {"trainer_version": (4, 4)}
+
+
+def test_rows_that_fill_up_a_batch_are_left_out(tmp_path: Path) -> None:
+    filled = {name: torch.cat((one, torch.zeros_like(one[:1]))) for name, one in _verl().items()}
+    torch.save({**filled, "trainer_version": torch.tensor([[4], [4], [0]])}, tmp_path / "a.pt")
+    found = read_rollout(tmp_path / "a.pt")
+    assert (found.sequences, found.versions["trainer_version"]) == ((3, 2), (4, 4))
+    assert torch.equal(found.rollout, ROLLOUT)
+    assert [len(ids) for ids, *_ in batches(found, {"vocab_size": 100})] == [2]
+    torch.save({**_verl(), "trainer_version": torch.tensor([[4]])}, tmp_path / "c.pt")
+    with pytest.raises(UntrustedError, match="trainer_version has 1 sequences"):
+        read_rollout(tmp_path / "c.pt")
+    torch.save({**filled, "attention_mask": torch.zeros(3, 8)}, tmp_path / "b.pt")
+    with pytest.raises(UntrustedError, match="all of its tokens are padding"):
+        read_rollout(tmp_path / "b.pt")
 
 
 def _change(**changed: Any) -> dict[str, Any]:

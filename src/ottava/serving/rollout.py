@@ -212,7 +212,7 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         return _tensor(fields[name][number], name, dtype)
 
     count = len(fields[form.tokens[0]])
-    ids, at, routes = [], [], []
+    ids, at, routes, kept = [], [], [], []
     values: dict[str, list[Tensor]] = {name: [] for name in (form.rollout, form.recomputed, form.trained)}
     for i in range(count):
         pieces = [piece.reshape(-1) for name in form.tokens if (piece := get(name, i, torch.int64)) is not None]
@@ -223,6 +223,9 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         for name in form.counted:
             if (mask := get(name, i, torch.int64)) is not None:
                 counted = counted & _same(mask.bool(), len(counted), name, form, i)
+        if not bool(present.any()):
+            continue  # a row that fills up a batch
+        kept.append(i)
         chosen = torch.zeros(len(whole), dtype=torch.bool)
         chosen[offset:] = counted
         chosen &= present
@@ -235,6 +238,8 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
                 column.append(_same(one, len(counted), name.removesuffix("?"), form, i)[chosen[offset:]])
         if "routed_experts" in fields and (one := get("routed_experts", i, torch.int64)) is not None:
             routes.append(_same(one, len(whole), "routed_experts", form, i)[present])
+    if not ids:
+        raise UntrustedError("all of its tokens are padding")
     joined = {name: torch.cat(column) for name, column in values.items() if column}
     found = Rollout(
         form.name,
@@ -244,7 +249,7 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         joined[form.recomputed],
         joined.get(form.trained),
         tuple(routes) if routes else None,
-        {name: tuple(_number(v, name) for v in fields[name]) for name in _VERSIONS if name in fields},
+        {name: tuple(_number(get(name, i, torch.int64), name) for i in kept) for name in _VERSIONS if name in fields},
         _layers(fields),
     )
     _check(found)
@@ -323,7 +328,7 @@ def _check(found: Rollout) -> None:
     sizes = found.sequences
     if not sum(sizes):
         raise UntrustedError("no token is compared: its mask is empty")
-    if (least := min(int(ids.min()) for ids in found.ids if len(ids))) < 0:
+    if (least := min(int(ids.min()) for ids in found.ids)) < 0:
         raise UntrustedError(f"has the token {least}; needs numbers from 0 on, and a mask that leaves padding out")
     for name in ("rollout", "recomputed", "trained"):
         values: Tensor | None = getattr(found, name)
