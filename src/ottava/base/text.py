@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from unicodedata import east_asian_width
 
 T = TypeVar("T")
+K = TypeVar("K")
 _COUNTS = frozenset({"elements"})
 _WORDLESS = frozenset({"", "of x", "of x squared"})
 _MINUS = "\N{MINUS SIGN}"
@@ -116,6 +117,19 @@ def listed(names: Iterable[str], most: int | None = None) -> str:
     if most is not None and len(shown) > most:
         shown[most:] = [f"{len(shown) - most} more"]
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """What belongs together, in the order in which it came: one line, or one sentence, for each key.
+
+    Example:
+        >>> grouped([("late", 1), ("early", 2), ("late", 3)])
+        {'late': [1, 3], 'early': [2]}
+    """
+    found: dict[K, list[T]] = {}
+    for key, one in pairs:
+        found.setdefault(key, []).append(one)
+    return found
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.base.text import columns
+from ottava.base.text import columns, grouped
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
 from ottava.serving.search import Guess, Hypothesis, groups, nats
@@ -230,22 +230,14 @@ def attribute(
         lab.whole,
         len(difference),
         float(difference.abs().mean()),
-        _joined(parts),
+        tuple(
+            Share(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
+            for cause, some in grouped((one.cause, one) for one in parts).items()
+        ),
         certify(found),
         found.layers,
         tuple(dict.fromkeys(one.cause for one in tried)),
         lab.notes,
-    )
-
-
-def _joined(parts: Sequence[Share]) -> tuple[Share, ...]:
-    """One part for each cause, in the order in which they were found."""
-    groups: dict[str, list[Share]] = {}
-    for one in parts:
-        groups.setdefault(one.cause, []).append(one)
-    return tuple(
-        Share(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
-        for cause, some in groups.items()
     )
 
 

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ottava.base.text import grouped
 from ottava.base.untrusted import UntrustedError
 from ottava.numerics.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity
 from ottava.weights.layouts import REGEX, compiled, matches, read_quantization
@@ -147,10 +148,8 @@ class InferenceEngine:
     @property
     def known(self) -> str:
         """How well its rules are known, in words."""
-        groups: dict[str, list[str]] = {}
-        for rule in RULES:
-            groups.setdefault(self.evidence.get(rule, "assumed"), []).append(rule)
-        return "; ".join(f"{how}: {', '.join(rules)}" for how, rules in groups.items())
+        known = grouped((self.evidence.get(rule, "assumed"), rule) for rule in RULES)
+        return "; ".join(f"{how}: {', '.join(rules)}" for how, rules in known.items())
 
     def multiplies(self, config: Mapping[str, Any], device: str, *, expert: bool = False) -> Arithmetic:
         """How it multiplies what this quantization_config describes, on "cpu" or "cuda"; an expert or not."""
@@ -350,14 +349,15 @@ def units(names: Iterable[str]) -> dict[str, list[str]]:
         {'a.qkv_proj': ['a.q_proj', 'a.k_proj', 'a.v_proj'], 'a.o_proj': ['a.o_proj']}
     """
     place_of = {part: joined for joined, parts in JOINED.items() for part in parts}
-    found: dict[str, list[str]] = {}
-    for name in names:
+
+    def whole(name: str) -> str:
         place, _, last = name.rpartition(".")
-        expert = _EXPERT.fullmatch(name)
-        joined = place_of.get(last)
-        whole = expert[1] if expert else f"{place}.{joined}" if joined and place else joined or name
-        found.setdefault(whole, []).append(name)
-    return found
+        if expert := _EXPERT.fullmatch(name):
+            return expert[1]
+        joined = place_of.get(last, last)
+        return f"{place}.{joined}" if place else joined
+
+    return grouped((whole(name), name) for name in names)
 
 
 def sharing(names: Iterable[str]) -> list[list[str]]:
@@ -368,12 +368,12 @@ def sharing(names: Iterable[str]) -> list[list[str]]:
         >>> sharing(["a.q_proj", "a.k_proj", "b.experts.0.w1", "b.experts.0.w2", "b.experts.0.w3"])
         [['a.q_proj', 'a.k_proj'], ['b.experts.0.w1', 'b.experts.0.w3'], ['b.experts.0.w2']]
     """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in names:
+
+    def whole(name: str) -> tuple[str, str]:
         match = _FUSED.fullmatch(name)
-        kind = "" if match is None else "qkv" if match["qkv"] else "gate_up"
-        groups.setdefault((name if match is None else match["place"], kind), []).append(name)
-    return list(groups.values())
+        return (name, "") if match is None else (match["place"], "qkv" if match["qkv"] else "gate_up")
+
+    return list(grouped((whole(name), name) for name in names).values())
 
 
 def _ignored(rule: IgnoreRule, patterns: Sequence[str], joined: str, part: str) -> Decision:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import need_known
 from ottava.base.files import replacing_folder
-from ottava.base.text import progress
+from ottava.base.text import grouped, progress
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
@@ -77,9 +77,7 @@ class ExportReport:
         text = f"{self.folder}: {self.layout}, {low} of {len(self.linears)} linears in {bits}, "
         text += f"{self.nbytes:,} bytes instead of {self.bf16_bytes:,} in BF16"
         said = {True: "as trained", False: "not as trained", None: "training did not cast it"}
-        groups: dict[tuple[str, bool | None, str], list[str]] = {}
-        for one in self.linears:
-            groups.setdefault((one.cast, one.as_trained, one.why), []).append(one.name)
+        groups = grouped(((one.cast, one.as_trained, one.why), one.name) for one in self.linears)
         for (cast, as_trained, why), names in groups.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             text += f"\n  {cast}, {said[as_trained]}{f' ({why})' if why else ''}: {shown}"
@@ -262,9 +260,7 @@ def _refusal(changes: Mapping[str, str], form: Layout, source: Source) -> str:
     """The sentence about all weights that would change; each is named."""
     first = next(iter(changes))
     cast = next(weight.cast for weight in source.weights if weight.module == first)
-    groups: dict[str, list[str]] = {}
-    for name, why in changes.items():
-        groups.setdefault(why, []).append(name)
+    groups = grouped((why, name) for name, why in changes.items())
     named = "".join(f"\n  {why}: {', '.join(names)}" for why, names in groups.items())
     if cast is not None and not form.holds(cast.spec):
         return _not_held(first, cast.spec, form) + ". Nothing is written; these weights would change:" + named

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ottava.base.text import columns, progress
+from ottava.base.text import columns, grouped, progress
 from ottava.base.untrusted import UntrustedError, misfit
 from ottava.nn.receipt import Receipt, receipt
 from ottava.ops.quantize import quantize
@@ -145,11 +145,8 @@ class Certificate:
     def causes(self) -> list[tuple[str, str, str, str, str]]:
         """Cause, number of layers, its first layer, the largest KL of one of them alone, what was found there."""
         kls = {row.layer: row.kl for row in self.rows if row.kl is not None}
-        groups: dict[str, list[Mismatch]] = {}
-        for finding in self.findings:
-            groups.setdefault(finding.cause, []).append(finding)
         shown = []
-        for cause, group in groups.items():
+        for cause, group in grouped((one.cause, one) for one in self.findings).items():
             own = [kls[one.layer] for one in group if one.layer in kls]
             kl = f"{max(own):.3g}" if own else "-"
             shown.append((cause, str(len({one.layer for one in group})), group[0].layer, kl, group[0].found))
@@ -230,7 +227,7 @@ def parity(
     said = "not measured: the engine does not read the checkpoint" if theirs.unread or why else said
     names = sorted({*ours.linears, *theirs.linears}, key=place)
     rows = tuple(_row(name, ours, theirs, kls.get(name)) for name in names)
-    hashes, files, notes = (_whole(ours), _whole(theirs)), dict(theirs.files), _notes(ours, theirs)
+    hashes, files, notes = (_whole(ours), _whole(theirs)), dict(theirs.files), _notes(ours)
     if where == "cuda" and any(one.cause in ("scale-format", "activation-format") for one in findings):
         notes += tuple(filter(None, [ENGINES[engine].note]))
     return Certificate(engine, rows, tuple(findings), *hashes, files, where, shown, said, notes)
@@ -370,7 +367,7 @@ def _whole(model: Model) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _notes(ours: Model, theirs: Model) -> tuple[str, ...]:
+def _notes(ours: Model) -> tuple[str, ...]:
     notes = ["kernels of the engine did not run: sums inside its GEMMs and its attention may round differently"]
     dynamic = [s for s in ours.linears.values() if s.activations and s.activations.granularity.rows is None]
     if any(side.activations and not side.activations.static for side in dynamic):

@@ -72,7 +72,7 @@ def hypotheses(
         line = guessed("scaled", f"log p divided by {1 / slope:.4g}", scale=1 / slope)
         yield replace(line, fitted=ours is not None)
     if ours is None:
-        yield from _of_lists(found, slope, offset)
+        yield from _of_lists(found, offset)
         return
     raw = "raw log p divided by {:.4g}"
     raws = number("scaled", _TEMPERATURES, lambda s, by: replace(_sampled(s, temperature=1.0), scale=by), raw)
@@ -104,7 +104,7 @@ def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
     return float((x * y).sum() / (x * x).sum().clamp_min(1e-30)), float((y - x).mean())
 
 
-def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesis]:
+def _of_lists(found: Rollout, offset: float) -> Iterator[Hypothesis]:
     """What two lists show without a model: averages."""
     gain = found.rollout - found.recomputed
     if float((gain > -_EXACTLY).double().mean()) > _MOSTLY and offset > 0:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import need
+from ottava.base.text import grouped
 from ottava.engine.functional import QuantizedLayer
 from ottava.nn.foreign import TurnedLinear, parts_of
 from ottava.numerics.tensor import QuantizedTensor
@@ -88,12 +89,9 @@ def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -
 
 def _parts(model: nn.Module) -> dict[int, list[QuantizedLayer]]:
     """Layers whose weight is a piece of a stack, by the number of their expert."""
-    parts: dict[int, list[QuantizedLayer]] = {}
-    for module in model.modules():
-        if isinstance(module, QuantizedLayer) and module.parameter is not module.weight:
-            number = module.name.rpartition(".")[2]
-            parts.setdefault(int(number) if number.isdecimal() else -1, []).append(module)
-    return parts
+    layers = [one for one in model.modules() if isinstance(one, QuantizedLayer) and one.parameter is not one.weight]
+    lasts = [one.name.rpartition(".")[2] for one in layers]
+    return grouped((int(last) if last.isdecimal() else -1, one) for last, one in zip(lasts, layers, strict=True))
 
 
 def _of_stack(name: str, tensor: Tensor, parts: Mapping[int, list[QuantizedLayer]], *, converted: bool) -> Weight:

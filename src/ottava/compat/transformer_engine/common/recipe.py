@@ -352,7 +352,9 @@ class Float8CurrentScaling(Recipe):
             return replace(spec, scale_format="pow2" if getattr(self, _FP8_PARAMS[tensor]).power_2_scale else "fp32")
 
         recipe = self._formats(_each(get_recipe("tensorwise"), scaled))
-        return _accumulated(recipe, self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        sums = {gemm: not getattr(self, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS}
+        gemms: dict[str, Any] = {gemm: replace(getattr(recipe, gemm), fast_accum=fast) for gemm, fast in sums.items()}
+        return replace(recipe, **gemms)
 
 
 @dataclass(kw_only=True)
@@ -622,12 +624,4 @@ def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], Quanti
             spec = getattr(cells, side)
             sides[side] = None if spec is None else change(spec, TENSOR_OF[gemm, side][0])
         gemms[gemm] = replace(cells, **sides)
-    return replace(recipe, **gemms)
-
-
-def _accumulated(recipe: OttavaRecipe, *params: MMParams) -> OttavaRecipe:
-    gemms: dict[str, Any] = {
-        gemm: replace(getattr(recipe, gemm), fast_accum=not accumulation.use_split_accumulator)
-        for gemm, accumulation in zip(GEMMS, params, strict=True)
-    }
     return replace(recipe, **gemms)

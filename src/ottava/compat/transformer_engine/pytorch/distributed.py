@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from ottava.compat.transformer_engine.pytorch.rope import on_rank
+from ottava.compat.transformer_engine.pytorch.rope import packed_on_rank
 from ottava.engine.functional import refuse_second_derivative
 from ottava.kernels.gate import no_autocast
 from ottava.nn.cross_entropy import CrossEntropy, Vocabulary
@@ -311,10 +311,8 @@ def get_batch_on_this_cp_rank(
     if qvk_format != "thd":
         raise ValueError(f"get_batch_on_this_cp_rank: got qvk_format {qvk_format!r}; needs 'thd': packed sequences")
     size, rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
-    here = cu_seqlens_padded // size
-    lengths, total = here.diff(), int(cu_seqlens_padded[-1])
-    places = on_rank(packed_positions(here), lengths.repeat_interleave(lengths), size, rank)
-    places = places + cu_seqlens_padded[:-1].repeat_interleave(lengths)
+    places, lengths = packed_on_rank(cu_seqlens_padded, size, rank)
+    places, total = places + cu_seqlens_padded[:-1].repeat_interleave(lengths), int(cu_seqlens_padded[-1])
 
     def part(whole: Tensor | None) -> Tensor | None:
         if whole is None:

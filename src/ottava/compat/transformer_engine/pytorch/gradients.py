@@ -33,17 +33,16 @@ Run = Callable[[torch.dtype], Tensor]
 """Multiplies the operands of dw and returns it in a dtype."""
 
 
-class Extras(NamedTuple):
-    """The settings of this file, as a constructor gets them."""
+_OWN = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
 
-    fuse: bool
-    delay: bool
-    tracker: Callable[[], Any] | None
-    state: str | None
-    before: tuple[Tensor, ...]
-    """Random states of the CPU and the GPU in front of the constructor."""
+
+class Extras(NamedTuple):
+    """What a constructor starts from."""
+
     given: dict[str, Any]
-    """The arguments of the constructor, without the module itself."""
+    """Its arguments, without the module itself."""
+    before: tuple[Tensor, ...]
+    """Random states of the CPU and the GPU in front of it."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -53,28 +52,24 @@ class Extras(NamedTuple):
 
     def drawn(self) -> AbstractContextManager[Any]:
         """Draws from the tracker's state inside."""
-        if self.tracker is None:
+        tracker, state = (self.given.get(name) for name in _OWN[2:])
+        if tracker is None:
             return nullcontext()
-        forked: AbstractContextManager[Any] = (
-            self.tracker().fork() if self.state is None else self.tracker().fork(self.state)
-        )
-        return forked
+        return tracker().fork(*(() if state is None else (state,)))  # type: ignore[no-any-return]  # a script's own
 
 
 def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
-    """The settings of this file among `others` of a constructor's locals(); `refuse` sees the rest.
+    """The settings in a constructor's locals(); `refuse` sees `others`, without those of this file.
 
     Example:
-        >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).fuse
-        True
+        >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).given
+        {'fuse_wgrad_accumulation': True, 'name': 'fc1'}
     """
     given = {name: one for name, one in given.items() if name not in ("self", "where", "__class__")}
     others = given.pop("others")
-    own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
-    refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
-    fuse, delay, tracker, state = (others.get(name) for name in own)
+    refuse(where, {name: value for name, value in others.items() if name not in _OWN}, (*given, *_OWN))
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    return Extras(bool(fuse), bool(delay), tracker, state, before, {**given, **others})
+    return Extras({**given, **others}, before)
 
 
 class WeightGradients(Advising):
@@ -94,16 +89,16 @@ class WeightGradients(Advising):
     def gives(self, extras: Extras) -> None:
         """Takes the settings. A constructor calls this after it has built its layers."""
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
-        self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
+        self.fuse_wgrad_accumulation, self.delays = (bool(extras.given.get(name)) for name in _OWN[:2])
         self.remembers(extras.given)
         self._waiting: list[deque[Callable[[], None]]] = []
         self._workspaces: dict[str, Any] = {}
-        if not (extras.fuse or extras.delay):
+        if not (self.fuse_wgrad_accumulation or self.delays):
             return
         for layer in (module for module in self.modules() if isinstance(module, Layer)):
             self._waiting.append(deque())
             layer.takes_dw = partial(_take, self, layer, self._waiting[-1])
-            if extras.delay:  # Megatron's hooks then wait for `backward_dw`
+            if self.delays:  # Megatron's hooks then wait for `backward_dw`
                 layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def begins(self, is_first_microbatch: bool | None) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ottava import nn as ours
 from ottava.base.errors import need_known
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
-from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
+from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.compat.transformer_engine.pytorch.state import STD, Init, TEState
-from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
+from ottava.compat.transformer_engine.pytorch.state import STD, Init
+from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, mark, one_of_modes, shards_for
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype, autocast_input  # the latter as `set_activation_dtype` does
 from ottava.nn.norms import NormName
@@ -356,7 +356,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 
-class GroupedLinear(TEState, WeightGradients):
+class GroupedLinear(Sharded):
     """A linear layer for each group of rows, with TransformerEngine's arguments; errors as `Linear`.
 
     Parameters weight0, bias0, weight1... are leaves of their own. Groups without a row get zeros as gradients.
@@ -389,13 +389,9 @@ class GroupedLinear(TEState, WeightGradients):
         super().__init__()
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))
-        with extras.initial():
-            self.starts(init_method)
         names = ("weight", "bias") if bias else ("weight",)
         keys = {f"groups.{g}.{name}": f"{name}{g}" for name in names for g in range(num_gemms)}
-        self.uses_their_keys(keys, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
-        self.names_layers(others.get("name"))
-        self.gives(extras)
+        self.finish(extras, Shards("GroupedLinear"), keys, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
 
     def forward(
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any

@@ -48,10 +48,7 @@ def apply_rotary_pos_emb(
         raise ValueError("apply_rotary_pos_emb: got 'thd' without cu_seqlens; needs the starts of the sequences")
     if packed:
         assert cu_seqlens is not None
-        here = cu_seqlens // cp_size
-        lengths = here.diff()
-        length = lengths.repeat_interleave(lengths)  # of the sequence of each token
-        positions = on_rank(packed_positions(here), length, cp_size, cp_rank)
+        positions, lengths = packed_on_rank(cu_seqlens, cp_size, cp_rank)
         if start_positions is not None:
             positions = positions + start_positions.to(positions.device).repeat_interleave(lengths)
     else:
@@ -98,6 +95,13 @@ def apply_fused_qkv_rotary_pos_emb(
     q = q.reshape(*q.shape[:-2], -1, size)
     options = tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank
     return apply_rotary_pos_emb(q, q_freqs, *options), apply_rotary_pos_emb(k, k_freqs, *options), v.contiguous()
+
+
+def packed_on_rank(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Places in their whole sequences of a rank's tokens, and how many of each sequence it has."""
+    here = cu_seqlens // size
+    lengths = here.diff()
+    return on_rank(packed_positions(here), lengths.repeat_interleave(lengths), size, rank), lengths
 
 
 def on_rank(order: Tensor, length: Tensor, size: int, rank: int) -> Tensor:
