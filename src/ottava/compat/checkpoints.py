@@ -34,6 +34,7 @@ _KINDS = Tensor | StandIn | io.BytesIO
 _E4M3 = 7
 """TransformerEngine's number of the format (transformer_engine.h)."""
 _STATE = "_extra_state"
+_INNER = ("model", "state_dict", "module", "model_state_dict")  # where training checkpoints hold the state dict
 
 
 class _Codes(NamedTuple):
@@ -64,7 +65,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
         else:
             tree = load_torch(path)
             check_tensors(tree, size)
-            entries = {name: one for name, one in flattened(_inner(tree)) if isinstance(one, _KINDS)}
+            parts = [tree.get(key) for key in _INNER] if isinstance(tree, Mapping) else []
+            own = next((part for part in parts if isinstance(part, Mapping)), tree)
+            entries = {name: one for name, one in flattened(own) if isinstance(one, _KINDS)}
     except (RefusedError, DamagedError) as error:
         raise UntrustedError(f"{path}: {error}") from error
     except Exception as error:
@@ -80,14 +83,6 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if not state:
         raise UntrustedError(f"{path}: holds no tensor")
     return state
-
-
-def _inner(tree: Any) -> Any:
-    """The state dict in a training checkpoint."""
-    for key in ("model", "state_dict", "module", "model_state_dict"):
-        if isinstance(tree, Mapping) and isinstance(tree.get(key), Mapping):
-            return tree[key]
-    return tree
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:

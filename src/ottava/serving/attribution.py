@@ -476,22 +476,18 @@ class _Lab:
         assert setting.state is not None
         state, found, made = setting.state, [], []
         kept = self._kept[1] if self._kept is not None and self._kept[0] is state and not alone else None
+        if kept is None and (key := id(state.config)) not in self._twins:
+            self._twins[key] = Twin(state, torch.bfloat16)
         for i, (ids, at, routes) in enumerate(batches(self.found, state.config, 1) if alone else self._batches):
             if kept is None:
                 given = routes if state.replay else None
                 prompts = torch.full((len(ids),), ids.shape[1]).scatter_reduce(0, *at, "amin")
-                made.append(self._twin(state).logits(state, ids, given, prompts)[at[0], at[1] - 1])
+                made.append(self._twins[key].logits(state, ids, given, prompts)[at[0], at[1] - 1])
             logits = made[-1] if kept is None else kept[i]
             found.append(setting.sampler.log_probabilities(logits, ids, at))
         if kept is None and not alone:
             self._kept = state, made
         return torch.cat(found)
-
-    def _twin(self, state: ModelState) -> Twin:
-        key = id(state.config)
-        if key not in self._twins:
-            self._twins[key] = Twin(state, torch.bfloat16)
-        return self._twins[key]
 
 
 def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:

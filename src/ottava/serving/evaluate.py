@@ -12,7 +12,7 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -225,8 +225,11 @@ class Judgement:
 
 def judge(case: Compared) -> Judgement:
     """The first rule that applies, with its evidence and the noise."""
-    found = next(verdict for rule in RULES if (verdict := rule(case)) is not None)
-    return Judgement(found.kind, found.sentence, (*found.evidence, *_measured(case)), found.remedy)
+    found, one = next(verdict for rule in RULES if (verdict := rule(case)) is not None), case.answers
+    change = f"{one.change.mean:+.4f} ({one.change.low:+.4f} to {one.change.high:+.4f})"
+    kl = f"{one.kl.mean:.4f} ({one.kl.low:.4f} to {one.kl.high:.4f})"
+    noise = f"on {one.tokens:,} tokens: loss {change}, KL {kl} nats a token; tolerance {case.tolerance:g}"
+    return replace(found, evidence=(*found.evidence, noise))
 
 
 def _other_weights(case: Compared) -> Judgement | None:
@@ -358,13 +361,6 @@ def _beyond(answers: Answers, tolerance: float) -> bool:
     """Whether the interval of loss or KL lies outside of the tolerance."""
     change = answers.change
     return change.low > tolerance or change.high < -tolerance or answers.kl.low > tolerance
-
-
-def _measured(case: Compared) -> list[str]:
-    one = case.answers
-    change = f"{one.change.mean:+.4f} ({one.change.low:+.4f} to {one.change.high:+.4f})"
-    kl = f"{one.kl.mean:.4f} ({one.kl.low:.4f} to {one.kl.high:.4f})"
-    return [f"on {one.tokens:,} tokens: loss {change}, KL {kl} nats a token; tolerance {case.tolerance:g}"]
 
 
 # --- the weights: each number against the error that its cast may make ------------------------------------------------

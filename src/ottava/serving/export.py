@@ -388,7 +388,8 @@ def _difference(group: Sequence[Weight], trained: QuantizedTensor, form: Layout)
 def _casts(group: Sequence[Weight], own: Sequence[QuantizedTensor | None], form: Layout) -> list[QuantizedTensor]:
     """The trained casts where the layout holds them; others anew, under one scale where engines want one."""
     assert form.spec is not None
-    values = [_bf16(weight) for weight in group]  # also where codes are ready: they do not show an infinity
+    # also where codes are ready: they do not show an infinity
+    values = [x.to(torch.bfloat16) for weight in group for x in _finite({weight.name: weight.tensor}).values()]
     fitting = [cast for cast in own if cast is not None and form.holds(cast.spec)]
     if not form.shares_scale or len(group) == 1:
         return [quantize(x, form.spec) if cast is None or not form.holds(cast.spec) else cast
@@ -404,11 +405,6 @@ def _casts(group: Sequence[Weight], own: Sequence[QuantizedTensor | None], form:
         if len(cut) == len(group):
             break
     return cut
-
-
-def _bf16(weight: Weight) -> Tensor:
-    _finite({weight.name: weight.tensor})
-    return weight.tensor.to(torch.bfloat16)
 
 
 def _finite(part: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -295,13 +295,9 @@ def cast(side: Side, spec: QuantizationSpec, inputs: InputCast | None, twice: Qu
     return Side(side.weight, made, inputs, side.layer, arithmetic=EXACT, inputs=side.inputs)
 
 
-def _turned(scale: Tensor) -> Tensor:
-    return scale.t().reshape(scale.shape)
-
-
 _READINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
-        "the grid of scales transposed": _turned,
+        "the grid of scales transposed": lambda s: s.t().reshape(s.shape),
         "scales of the next block of rows": lambda s: s.roll(-1, 0),
         "scales of the next block of columns": lambda s: s.roll(-1, -1),
         "the exponents of scales alone": lambda s: torch.exp2(s.log2().floor()),
@@ -334,13 +330,9 @@ def misread(casts: Mapping[str, Side]) -> Iterator[Hypothesis]:
         for name, side in casts.items():
             head, _, last = name.rpartition(".")
             other = casts.get(f"{head}.{pair[1 - pair.index(last)]}") if last in pair else None
-            if (
-                other is not None
-                and other.cast
-                and side.cast
-                and other.cast.scale_inv.shape == side.cast.scale_inv.shape
-            ):
-                swapped[name] = _read(side, lambda _, scale=other.cast.scale_inv: scale)  # type: ignore[misc]
+            cast = None if other is None else other.cast
+            if cast is not None and side.cast is not None and cast.scale_inv.shape == side.cast.scale_inv.shape:
+                swapped[name] = _read(side, lambda _, scale=cast.scale_inv: scale)  # type: ignore[misc]
         if swapped:
             yield of_state("weights", f"the scales of {' and '.join(pair)} exchanged", partial(given, swapped))
 

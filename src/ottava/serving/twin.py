@@ -149,7 +149,9 @@ class Twin:
             if (place := self._places.get(name)) is None:  # a head that is tied
                 continue
             if self._now.get(name) is not value:
-                self._operands[name] = value.operand() if isinstance(value, Side) else _near(value)
+                # embeddings and the like as an engine loads them; vectors stay, for norms multiply in FP32
+                near = value.operand() if isinstance(value, Side) else value.bfloat16() if value.ndim > 1 else value
+                self._operands[name] = near.float()
                 place.copy_(self._operands[name])
                 self._now[name] = value
             if isinstance(value, Side):
@@ -179,11 +181,6 @@ def _check(state: ModelState, places: Mapping[str, Tensor]) -> None:
         shape = (value.weight if isinstance(value, Side) else value).shape
         if shape != place.shape:
             raise ValueError(f"{name} is {tuple(place.shape)} there, and {tuple(shape)} in the checkpoint")
-
-
-def _near(tensor: Tensor) -> Tensor:
-    """Embeddings and the like as an engine loads them; vectors stay, for norms multiply in FP32."""
-    return tensor.bfloat16().float() if tensor.ndim > 1 else tensor.float()
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -138,8 +138,7 @@ class Recipe(RefusesUnknownFields):
         if (given := self.backward_override) not in (None, *(known := ("high_precision", "dequantized"))):
             raise ValueError(f"{type(self).__name__}: {unknown_name('backward_override', given, ('None', *known))}")
 
-    def _refuse_missing(self) -> None:
-        """Refuses values that TransformerEngine has and ottava has not."""
+    def _made_of_cells(self) -> OttavaRecipe:
         others = "attention casts per tensor or in blocks of 32, under DelayedScaling, Float8CurrentScaling or MXFP8"
         attention = {} if self.ATTENTION is not None else {"fp8_dpa": others, "fp8_mha": others}
         if self.ATTENTION is not None and self.ATTENTION.blocks:
@@ -151,21 +150,6 @@ class Recipe(RefusesUnknownFields):
                     f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava; needs {default!r}: "
                     + advice
                 )
-
-    @property
-    def ottava(self) -> OttavaRecipe:
-        """The ottava recipe with the same arithmetic: one object until a field is assigned.
-
-        Raises:
-            NotImplementedError: a field has a value that ottava cannot honour; the message says what to do.
-        """
-        if "_ottava" not in self.__dict__:
-            made = self.__dict__["_ottava"] = self._made_of_cells()
-            asked_as(made)[:] = [copy.copy(self)]  # for scripts that ask an autocast for its recipe
-        return self.__dict__["_ottava"]  # type: ignore[no-any-return]  # as it was put there
-
-    def _made_of_cells(self) -> OttavaRecipe:
-        self._refuse_missing()
         recipe = self._cells()
         if (self.fp8_dpa or self.fp8_mha) and self.ATTENTION is not None:
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
@@ -180,6 +164,18 @@ class Recipe(RefusesUnknownFields):
             recipe = kind(**made)
         registered = isinstance(recipe, FactoryRecipe) or recipe == get_recipe(recipe.name)
         return recipe if registered else replace(recipe, name=type(self).__name__)
+
+    @property
+    def ottava(self) -> OttavaRecipe:
+        """The ottava recipe with the same arithmetic: one object until a field is assigned.
+
+        Raises:
+            NotImplementedError: a field has a value that ottava cannot honour; the message says what to do.
+        """
+        if "_ottava" not in self.__dict__:
+            made = self.__dict__["_ottava"] = self._made_of_cells()
+            asked_as(made)[:] = [copy.copy(self)]  # for scripts that ask an autocast for its recipe
+        return self.__dict__["_ottava"]  # type: ignore[no-any-return]  # as it was put there
 
     def _cells(self) -> OttavaRecipe:
         raise NotImplementedError(type(self).__name__)
