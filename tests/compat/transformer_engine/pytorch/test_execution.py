@@ -34,6 +34,10 @@ def test_graphed_modules_run_under_their_autocast_and_say_that_they_are_eager() 
     with warnings.catch_warnings(action="ignore"):
         off = te.make_graphed_callables(made(), (X,), enabled=False)
     assert torch.equal(off(X), plain(X))
+    with warnings.catch_warnings(action="ignore"):
+        te.make_graphed_callables(made(), (X,), enabled=False, pool=None, _order=[1, -1])
+    with pytest.raises(TypeError, match="unknown argument 'fp8_enable'; did you mean 'fp8_enabled'"):
+        te.make_graphed_callables(made(), (X,), fp8_enable=True)
 
 
 def test_histories_are_kept_and_put_back() -> None:

@@ -76,7 +76,9 @@ def test_the_functions_of_fused_kernels_are_those_of_autograd() -> None:
     y, r = module.l2normalization_fwd_fused(x, 1e-6)
     wide = x.detach().double().requires_grad_()
     (wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()).backward(dy.double())
-    assert torch.equal(module.L2Normalization()(x), y)
+    assert torch.equal(module.L2Normalization(seq_length=8)(x), y)
+    with pytest.raises(TypeError, match="L2Normalization: unknown argument 'epsilon'"):
+        module.L2Normalization(epsilon=1e-3)
     dx = module.l2normalization_backward_fused(dy, x, r, 1e-6).double()
     torch.testing.assert_close(dx, wide.grad, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
     nn.functional.gelu(x, approximate="tanh").backward(dy)

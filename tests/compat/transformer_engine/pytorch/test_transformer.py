@@ -105,6 +105,10 @@ def test_a_state_dict_goes_there_and_back_under_fp8() -> None:
 
 
 def test_what_is_not_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown layer_type 'Decoder'; did you mean 'decoder'"):
+        te.TransformerLayer(32, 64, 4, layer_type="Decoder")
+    with pytest.raises(ValueError, match="unknown attention_type 'crossed'; did you mean 'cross'"):
+        te.MultiheadAttention(32, 4, attention_type="crossed")
     for changes, words in (
         ({"output_layernorm": True}, "give both"),
         ({"tp_size": 2}, "2 ranks with set_parallel_mode=False are not in ottava"),

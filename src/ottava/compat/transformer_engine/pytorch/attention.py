@@ -456,6 +456,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         **others: Any,
     ) -> None:
         extras = extras_of("MultiheadAttention", locals())
+        need_known("MultiheadAttention", "attention_type", attention_type, ("self", "cross"))
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base.errors import unknown_name
 from ottava.base.settings import read_yaml
 from ottava.compat.transformer_engine.common.recipe import GROUPED
 from ottava.compat.transformer_engine.common.recipe import Recipe as TERecipe
@@ -41,6 +42,10 @@ _TENSOR = MappingProxyType({ours: theirs for theirs, ours in TENSORS.items()})
 _KEEPS = "_ottava_stays_on_its_device"
 _OLD = ("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group")
 _NEW = ("enabled", "calibrating", "recipe", "amax_reduction_group")
+_OF_A_CAPTURE = (
+    *("cache_quantized_params", "fp8_weight_caching", "pool", "retain_graph_in_backward", "capture_stream"),
+    *("pre_warmup_hook", "post_warmup_hook", "capture_time_hooks"),
+)
 
 
 def make_graphed_callables(
@@ -59,12 +64,13 @@ def make_graphed_callables(
         num_warmup_iters, allow_unused_input: of the capture.
         sample_kwargs: keyword arguments; only None for a capture.
         settings: enabled, calibrating, recipe and amax_reduction_group of `autocast`, or their old names with fp8_; and
-            TransformerEngine's settings of buffers, accepted, because they change no number.
+            TransformerEngine's settings of buffers and captures, accepted, because they change no number.
     Returns:
         The modules, which run that way until their `reset()`.
     Raises:
         NotImplementedError: on a GPU, a recipe whose scales come from earlier steps. There a graph of the whole step
             (ottava.graphed_step) moves the scales.
+        TypeError: a setting is unknown.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -74,6 +80,10 @@ def make_graphed_callables(
         >>> graphed(torch.ones(2, 16)).shape, graphed.last_call.recipe.name
         (torch.Size([2, 16]), 'DelayedScaling')
     """
+    known = (*_NEW, *_OLD, *_OF_A_CAPTURE)
+    for name in settings.keys() - set(known):
+        if not name.startswith("_"):  # Megatron's
+            raise TypeError(f"make_graphed_callables: {unknown_name('argument', name, known)}")
     several = isinstance(modules, Sequence | nn.ModuleList)
     group = list(modules) if several else [modules]
     inputs = list(sample_args) if several else [sample_args]

@@ -94,7 +94,8 @@ class L2Normalization(nn.Module):
         tensor([0.6000, 0.8000])
     """
 
-    def __init__(self, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, eps: float = 1e-6, **others: Any) -> None:
+        refuse("L2Normalization", others, ("eps",))
         super().__init__()
         self.eps = eps
 

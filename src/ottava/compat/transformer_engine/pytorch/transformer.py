@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava import nn as ours
+from ottava.base.errors import need_known
 from ottava.compat.transformer_engine.pytorch.attention import (
     ContextParallel,
     Window,
@@ -95,6 +96,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         **others: Any,
     ) -> None:
         extras = extras_of(where := "TransformerLayer", locals())
+        need_known(where, "layer_type", layer_type, ("encoder", "decoder"))
         arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
