@@ -168,6 +168,18 @@ def test_another_step_is_no_wrong_scale() -> None:
     assert found(view(learned()), view(other)).verdict.kind == "other-weights"
 
 
+def test_a_number_that_is_none_is_wrong() -> None:
+    """A NaN in one weight, and one in both, which no cast of B has made."""
+    other, both = learned(), learned()
+    with torch.no_grad():
+        other.get_submodule("layers.0.mlp.down_proj").weight[3, 5] = torch.nan
+        both.get_submodule("layers.0.mlp.down_proj").weight[3, 5] = torch.nan
+    verdict = found(view(learned()), view(other)).verdict
+    assert verdict.kind == "wrong-values"
+    assert "model.layers.0.mlp.down_proj.weight: the numbers of 1 of its" in verdict.evidence[0]
+    assert not found(view(other), view(both)).weights.wrong
+
+
 def test_a_formula_that_differs_behind_equal_weights_is_unexplained() -> None:
     other = learned()
     for module in other.modules():
@@ -234,6 +246,8 @@ def test_each_rule_answers_to_its_facts_and_an_earlier_one_wins() -> None:
     verdict = judge(loud)
     assert verdict.sentence == "The casts of B are too coarse for all texts"
     assert not any("only these texts" in line for line in verdict.evidence)
+    for broken in (float("nan"), float("inf")):
+        assert judge(case(kl=broken)).kind == judge(case(change=broken)).kind == "unexplained"
 
 
 def test_the_page_says_what_was_found(tmp_path: Path) -> None:

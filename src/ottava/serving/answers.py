@@ -335,7 +335,8 @@ def sums_of(a: View, b: View, text: Chunks) -> Sums:
         if p.shape != q.shape:
             raise ValueError(f"{a.name} has {p.shape[-1]} tokens and {b.name} {q.shape[-1]}: they are other models")
         losses = (-x.gather(-1, targets[..., None])[..., 0].double().sum(1) for x in (p, q))
-        kl = (p.double().exp() * (p.double() - q.double())).sum(-1).sum(1)
+        each = p.double().exp() * (p.double() - q.double())
+        kl = each.masked_fill(p == -torch.inf, 0).sum(-1).sum(1)  # a token that A excludes
         agreed = (p.argmax(-1) == q.argmax(-1)).double().sum(1)
         parts.append((*losses, kl, agreed))
     loss_a, loss_b, kl, agreed = (torch.cat(column) for column in zip(*parts, strict=True))

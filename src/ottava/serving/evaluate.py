@@ -11,6 +11,7 @@ wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -329,7 +330,7 @@ def _too_coarse(case: Compared) -> Judgement | None:
 def _unexplained(case: Compared) -> Judgement | None:
     if not case.matters:
         return None
-    jump = next((one for one in case.blocks if one.own > case.tolerance), None)
+    jump = next((one for one in case.blocks if not one.own <= case.tolerance), None)  # also NaN
     where = (f"the first block that differs alone is {jump.block}",) if jump else ()
     return Judgement(
         "unexplained",
@@ -358,9 +359,10 @@ RULES: tuple[Callable[[Compared], Judgement | None], ...] = (
 
 
 def _beyond(answers: Answers, tolerance: float) -> bool:
-    """Whether the interval of loss or KL lies outside of the tolerance."""
+    """Whether the interval of loss or KL lies outside of the tolerance, or is not finite."""
     change = answers.change
-    return change.low > tolerance or change.high < -tolerance or answers.kl.low > tolerance
+    outside = change.low > tolerance or change.high < -tolerance or answers.kl.low > tolerance
+    return outside or not math.isfinite(change.mean + answers.kl.mean)
 
 
 # --- the weights: each number against the error that its cast may make ------------------------------------------------
@@ -489,7 +491,7 @@ def compare(a: Weight, b: Weight) -> Difference:
     if cast_b is not None:
         magnitude = x.abs()  # a wrong scale of B must not widen its own bound
     allowed = _SLACK * (_bound(magnitude, cast_a) + _bound(magnitude, cast_b))
-    apart = (y - x).abs() > allowed
+    apart = ~((y - x).abs() <= allowed) & (x != y) & ~(x.isnan() & y.isnan())  # NaN on one side is no cast's
     outside = float(apart.double().mean()) if apart.numel() else 0.0
     normal = allowed <= 0.5 * magnitude  # a cast may flush smaller numbers, which pulls the factor down
     factor, correlation = _fit(x, y)
