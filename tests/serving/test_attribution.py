@@ -190,6 +190,10 @@ def test_another_model_is_refused(bare: Model) -> None:
     far = replace(rollout(own, own), ids=(torch.full((48,), 256),) * 6)
     with pytest.raises(ValueError, match="the dump has token 256, and the checkpoint 256 tokens"):
         attribute(far, bare)
+    head = bare.linears["lm_head"]
+    broken = replace(bare, linears={**bare.linears, "lm_head": replace(head, weight=head.weight * torch.nan)})
+    with pytest.raises(ValueError, match="log-probabilities that are not finite"):
+        attribute(rollout(own, own), broken)
     with pytest.raises(ValueError, match="temperature 0; needs a number above 0"):
         attribute(rollout(own, own), bare, temperature=0)
 
