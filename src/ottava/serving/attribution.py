@@ -332,9 +332,7 @@ class _Lab:
         self._twins: dict[int, Twin] = {id(state.config): Twin(state, torch.bfloat16)}
         self._own = self._logp(self.start)
         if not bool(self._own.isfinite().all()):
-            raise ValueError(
-                "parity: the checkpoint gives log-probabilities that are not finite; look for a NaN in it"
-            )
+            raise ValueError("parity: the checkpoint gives log-probabilities that are not finite; look for a NaN in it")
         self.noise, self.said = self.rounding(self.start)
         self._fit()
         self._fit_layers()
