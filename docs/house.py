@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "modules behind ottava export": (45, 60),
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
-        "test lines": (76_700, 46_000),
+        "test lines": (76_800, 46_000),
         "benchmark lines": (4_990, 4_000),
     }
 )
