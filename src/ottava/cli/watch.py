@@ -82,8 +82,12 @@ def watch(
     language: SpeaksOption = "en",
     append: Annotated[bool, Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
-        int, Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed.")
-    ] = 0,
+        int | None,
+        Option(
+            metavar="N",
+            help="With --append: optimizer steps done so far; later records are removed [behind the last record].",
+        ),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
@@ -99,7 +103,7 @@ def watch(
     from ottava.watching.session import watch as start
 
     _check(command, out)
-    if step and not append:
+    if step is not None and not append:
         raise ValueError(f"--step {step}: needs --append, which continues the watched run in --out DIR")
     options: dict[str, Any] = {"every": every, "recipes": recipe, "layers": layers, "sample": sample, "detail": detail}
     options |= {"sinks": [*(sink or ()), *["live"] * live], "compiled": compiled, "loss": loss, "shadow": shadow}

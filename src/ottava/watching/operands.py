@@ -6,6 +6,7 @@ for every step gets a new number each time. Every step would then compile again,
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -168,6 +169,32 @@ def _operation(node: Any) -> str:
 Before = Callable[[nn.Module, Any], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Left = Callable[[nn.Module, Any, Any], None]
+
+
+class Hook:
+    """What torch calls while a watch runs. In a copy of a model and in its pickle nothing is left of it to call.
+
+    Example:
+        >>> import copy, pickle
+        >>> hook = Hook(lambda module: module.upper())
+        >>> hook("fc1"), copy.deepcopy(hook)("fc1"), pickle.loads(pickle.dumps(hook))("fc1")
+        ('FC1', None, None)
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._run(*given, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(lambda *_: None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # where a model is loaded nobody may have ottava: this part of Python takes any arguments and returns None
+        return functools.partial, (sys.audit, "copied hook")
 
 
 class GlobalHooks:

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -49,6 +50,7 @@ from ottava.watching.doors import DoorTap, Interventions
 from ottava.watching.loss import LossTap, Share, of_step
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
+from ottava.watching.operands import Hook
 from ottava.watching.readback import Amaxes, Ended, Reading
 from ottava.watching.schedule import Jumps, Schedule, Spent, Trigger
 from ottava.watching.sinks import make_sinks, publish
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
 """Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
+_MOST_STEPS = 1 << 53
+"""What a float counts without a gap: steps are such numbers in charts and tables."""
 _RECHECK = 32
 """Steps after which a watch with a budget asks again what its light steps cost; first after 4, 8 and 16."""
 
@@ -70,7 +74,7 @@ def watch(
     folder: Path | str | None = None,
     config: WatchConfig | Mapping[str, Any] | Path | str | None = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     append: bool = False,
     **settings: Any,
 ) -> Watch:
@@ -80,7 +84,8 @@ def watch(
         model: the model to watch; None: every layer of the process, also those made later.
         folder: the run folder; None: runs/watch-DATE-TIME.
         config: a WatchConfig, a mapping of settings, or a YAML file.
-        step: optimizer steps done so far, for a resumed run.
+        step: optimizer steps done so far, for a resumed run; the record of later ones is removed. None: 0, and with
+            `append` the last step of the record.
         append: go on in a folder that already has a watched run.
         settings: fields of WatchConfig; they override `config`.
     Raises:
@@ -106,6 +111,10 @@ def watch(
     path = Path(folder) if folder is not None else Path("runs") / f"watch-{datetime.now():%Y%m%d-%H%M%S}"
     if model is not None:
         need("watch", model, nn.Module, "a torch.nn.Module, or None for every layer of the process")
+    if step is None:
+        step = int(Run.open(path).steps["step"].max(initial=0)) if append and (path / MANIFEST).is_file() else 0
+    if not 0 <= step < _MOST_STEPS:
+        raise ConfigError(f"watch: step is {step}; needs the optimizer steps done so far, 0 to {_MOST_STEPS - 1:,}")
     return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
 
 
@@ -123,6 +132,9 @@ class Watch:
     """The watch's own error, which has ended it."""
     _theirs: Exception | None = None
     """An error of a callback, which the training is to see."""
+    _home: int | None = None
+    """The thread that trains."""
+    _crowded = False
 
     def __init__(
         self,
@@ -374,7 +386,7 @@ class Watch:
             if torch._C._get_tracing_state() is not None:  # torch.jit.trace would repeat it
                 return None
             try:
-                if not self._failed:
+                if not self._failed and self._at_home(given if closes else ()):
                     with self.spent:
                         return hook(*given, **named)
             except self.OWN as error:
@@ -385,7 +397,28 @@ class Watch:
                 self.close()
             return None
 
-        return run
+        return Hook(run)
+
+    def _at_home(self, steps: Sequence[Any]) -> bool:
+        """Whether this is the thread that trains, or one of a backward.
+
+        It is the first in which an optimizer of the model stepped.
+
+        steps: (the optimizer that steps, ...).
+        """
+        mine = threading.get_ident()
+        if self._home == mine or torch._C._current_graph_task_id() != -1:
+            return True
+        if self._home is not None and any(thread.ident == self._home for thread in threading.enumerate()):
+            if steps and not self._crowded:
+                self._crowded = True
+                self._warn("another thread trains, too; the watch follows the one whose optimizer stepped first")
+            return False
+        model = None if self._model is None else self._model()
+        own = None if model is None else {*map(id, model.parameters())}
+        held = (id(p) for optimizer in steps[:1] for group in optimizer.param_groups for p in group["params"])
+        self._home = mine if any(own is None or p in own for p in held) else None  # None: it has yet to step, or ended
+        return self._home is not None or not steps
 
     def _fail(self, error: Exception) -> None:
         at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
@@ -642,7 +675,9 @@ class Watch:
     def _after_look(self, step: int, tallies: Tallies[SlotKey], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
             others = [layer["name"] for layer in self.modules.coverage() if layer["name"] not in self.doors.layers]
-            self._check_patterns([*self.doors.layers, *others])
+            self._check_patterns(names := [*self.doors.layers, *others])
+            if not names:
+                self.writer.event(step, "warning", text="the model has no layer with a GEMM")
             self.changes.missed(others)
         self.last_look = step, tallies
         if tallies and (self.sinks or self._callbacks):
@@ -698,9 +733,7 @@ class Watch:
     def _check_patterns(self, names: Sequence[str]) -> None:
         chosen: tuple[Any, ...] = (*self.config.looks, *self.config.dump.periods, *self.config.interventions)
         for pattern in (*self.config.layers, *(pattern for part in chosen for pattern in part.layers)):
-            if pattern == "*" and not names:
-                self.writer.event(self.steps_done, "warning", text="the model has no layer with a GEMM")
-            elif not any(matches(name, (pattern,)) for name in names):
+            if not any(matches(name, (pattern,)) for name in names) and (names or pattern != "*"):
                 shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
                 raise ConfigError(f"watch: the pattern {pattern!r} matches no layer; the layers are: {shown or 'none'}")
 
@@ -718,7 +751,9 @@ class Watch:
         self._idle = self._budgeted and not (light or self.collector.looking or self.training.expects)
         self.training.looking, self.training.idle = self.collector.looking, self._idle
         self.training.guards = not self._idle or (step + 1) % self._light_every == 0
-        if self.collector.looking or self.collector.noting or self.changes.config:
+        # without an optimizer the next model tells of its steps only if it is known
+        by_hand = not self.training.optimized
+        if self.collector.looking or self.collector.noting or self.changes.config or by_hand:
             self.doors.attach()
             self.modules.attach()
         self.laboratory.begin(step)

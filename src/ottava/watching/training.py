@@ -209,18 +209,21 @@ class TrainingTap:
         """Ends the step if weights have changed since the backward, and no optimizer of torch's was there to do it."""
         if self._versions is None or self.paused or capturing() or (now := self._counts()) is None:
             return
-        if now != self._versions:
+        before, self._versions = self._versions, now
+        if now != before and now[0] == before[0]:  # a model that ran for the first time has written nothing
             self._versions = None
             self._by_hand()
 
     def _counts(self) -> list[Any] | None:
-        """What changes with the weights; None while torch.func.functional_call has put others in their place."""
+        """Which weights there are, and what changes with them; None while torch.func.functional_call has put others in
+        their place."""
         held = [p for _, p in self._parameters() if not p.is_inference()]
         if not all(isinstance(p, nn.Parameter) for p in held):
             return None
         # what is written through p.data has no version; to read numbers on a GPU would wait
         read = [x for p in held if p.device.type == "cpu" and (x := plain(p)[0]) is not None]
-        return [_samples(read, _GUARDED).numpy().tobytes() if read else b"", *(p._version for p in held)]
+        numbers = _samples(read, _GUARDED).numpy().tobytes() if read else b""
+        return [[*map(id, held)], numbers, *(p._version for p in held)]
 
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
@@ -343,6 +346,11 @@ class TrainingTap:
     def derives(self) -> bool:
         """Whether a backward was seen: an evolution strategy sets gradients by hand."""
         return self._backwards > 0
+
+    @property
+    def optimized(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._stepped_at)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer has stepped before."""
