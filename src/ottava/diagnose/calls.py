@@ -10,25 +10,22 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import Facts, bare
 
 _WINDOW = 300  # calls behind a difference, to tell a call that one run makes alone from one in another form
 _ROUNDING = 2e-3  # relative: rounding of another order of sums, in the first step
 _COARSE = 3e-2  # the same of 16-bit results
 _NARROW = re.compile(r"float8_")
-_RANDOM = frozenset(
-    (
-        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
-        "uniform_", "bernoulli", "bernoulli_", "multinomial", "dropout", "dropout1d", "dropout2d", "dropout3d",
-        "alpha_dropout", "exponential_", "random_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_",
-        "xavier_uniform_", "xavier_normal_", "orthogonal_", "gumbel_softmax", "poisson",
-    )
-)  # fmt: skip
+_RANDOM = re.compile(
+    r"rand.*|normal|(.*_)?(normal|uniform)_|dropout[123]?d?|alpha_dropout|bernoulli_?|exponential_|multinomial"
+    r"|orthogonal_|gumbel_softmax|poisson"
+)
+"""Names of calls that draw random numbers."""
 _KEEPS = frozenset(
     (
         "detach", "clone", "contiguous", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "clamp",
@@ -66,6 +63,11 @@ class Call(NamedTuple):
         """What is equal in two runs of the same code on the same data, whatever its values."""
         shapes = tuple(r[0] if isinstance(r, list) else "" for r in self.results)
         return self.name, self.module, self.arguments, shapes, self.backward
+
+    @property
+    def at(self) -> str:
+        """FILE:LINE."""
+        return f"{self.place[0]}:{self.place[1]}"
 
     @property
     def where(self) -> str:
@@ -131,13 +133,7 @@ def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
 
 def _data(a: Sequence[Call], b: Sequence[Call]) -> str:
     """What a model is given otherwise in two steps, by the names of its arguments; "" if nothing is."""
-    one: dict[str, tuple[str, Any]] = {}
-    other: dict[str, tuple[str, Any]] = {}
-    for calls, named in ((a, one), (b, other)):
-        for call in calls:
-            for text in call.results[1:] if call.name == "given" and len(call.results) > 1 else ():
-                name, _, row = str(text).partition(" = ")
-                named.setdefault(name, (row, call.results[:1]))
+    one, other = _named(a), _named(b)
     said = [
         f"`{name}` begins {there}, in the good run {here}"
         if here != there
@@ -148,6 +144,16 @@ def _data(a: Sequence[Call], b: Sequence[Call]) -> str:
     ]
     made = "It is made outside of the calls that were seen: in the data set, the collator or the loop."
     return f"the model is given other numbers. {'; '.join(said)}. {made}" if said else ""
+
+
+def _named(calls: Sequence[Call]) -> dict[str, tuple[str, Any]]:
+    """Argument of the model -> how it begins, and its fingerprint."""
+    named: dict[str, tuple[str, Any]] = {}
+    for call in calls:
+        for text in call.results[1:] if call.name == "given" else ():
+            name, _, row = str(text).partition(" = ")
+            named.setdefault(name, (row, call.results[:1]))
+    return named
 
 
 class Stale(NamedTuple):
@@ -299,44 +305,23 @@ def _traces(facts: Facts) -> dict[int, list[Call]]:
         try:
             places, modules = [tuple(p) for p in line["places"]], [bare(m) for m in line["modules"]]
             calls = [
-                Call(
-                    str(name),
-                    places[at],
-                    modules[inside],
-                    tuple(map(str, given)),
-                    tuple(made),
-                    tuple(results),
-                    bool(back and back[0] & 1),
-                    bool(back and back[0] & 2),
-                )
+                Call(str(name), places[at], modules[inside], tuple(map(str, given)), tuple(made), tuple(results),
+                     bool(back and back[0] & 1), bool(back and back[0] & 2))
                 for name, at, inside, given, made, results, *back in line["calls"]
-            ]
-            found.setdefault(int(line["step"]), calls)
+            ]  # fmt: skip
+            found.setdefault(line["step"], calls)
         except (KeyError, TypeError, ValueError, IndexError):
             continue  # a line that somebody edited
     return found
 
 
-def bare(name: str) -> str:
-    """A layer's name without wrappers: two runs of one model differ in them.
-
-    Example:
-        >>> bare("_orig_mod.module.layers.0.fc1")
-        'layers.0.fc1'
-    """
-    for word in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model."):
-        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
-    return name
-
-
 def _cast_layers(good: Facts, bad: Facts) -> set[str]:
     """Layers that cast otherwise in the two runs: another recipe is no fault of the code."""
     a, b = (
-        {bare(str(x["name"])): str(x.get("recipe") or x.get("casts") or "")
-         for x in f.manifest.get("layers") or () if isinstance(x, Mapping) and x.get("name")}
+        {bare(x["name"]): str(x.get("recipe") or x.get("casts") or "") for x in f.manifest.get("layers") or ()}
         for f in (good, bad)
-    )  # fmt: skip
-    return {n for n in a.keys() | b.keys() if (a.get(n) or "") != (b.get(n) or "")}
+    )
+    return {n for n in a.keys() | b.keys() if a.get(n, "") != b.get(n, "")}
 
 
 def _casting(traces: Sequence[Sequence[Call]]) -> set[str]:
@@ -382,8 +367,8 @@ def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, C
                 found = _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW], lambda c: (*c.key, c.place[3]))
                 if found[0] == "call":
                     return found
-            kind = one.name if one.name in ("given", "gradient") else "random" if one.name in _RANDOM else "value"
-            return kind, one, other
+            kind = "random" if _RANDOM.fullmatch(one.name) else "value"
+            return one.name if one.name in ("given", "gradient") else kind, one, other
     return None
 
 
@@ -513,16 +498,14 @@ def _labels(call: Call) -> str:
 
 
 def _values(one: Call, other: Call) -> str:
-    for a, b in zip(one.results, other.results, strict=False):
-        if _apart(a, b):
-            if not (isinstance(a, list) and isinstance(b, list)):
-                return f"{b} against {a} in the good run"
-            if str(a[0]).endswith("[]"):
-                return f"{b[2]:.4g} against {a[2]:.4g} in the good run"
-            what = next(
-                (w for w, i in (("rms", 3), ("mean", 2)) if abs(a[i] - b[i]) > 1e-3 * max(abs(a[3]), 1e-30)), ""
-            )
-            index = {"rms": 3, "mean": 2}.get(what)
-            said = f"{what} {b[index]:.4g} against {a[index]:.4g} in the good run" if index else "with other elements"
-            return f"{a[0]} {said}"
-    return ""
+    a, b = next((pair for pair in zip(one.results, other.results, strict=False) if _apart(*pair)), ("", ""))
+    if a == b:
+        return ""
+    if not (isinstance(a, list) and isinstance(b, list)):
+        return f"{b} against {a} in the good run"
+    if str(a[0]).endswith("[]"):
+        return f"{b[2]:.4g} against {a[2]:.4g} in the good run"
+    far = [(name, i) for name, i in (("rms", 3), ("mean", 2)) if abs(a[i] - b[i]) > 1e-3 * max(abs(a[3]), 1e-30)]
+    return f"{a[0]} " + next(
+        (f"{n} {b[i]:.4g} against {a[i]:.4g} in the good run" for n, i in far), "with other elements"
+    )

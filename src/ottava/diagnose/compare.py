@@ -33,9 +33,8 @@ import numpy as np
 from ottava.base.errors import unknown_name
 from ottava.base.settings import flatten
 from ottava.base.text import finite, progress
-from ottava.diagnose.calls import bare
 from ottava.diagnose.difference import compare_batches, differences
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import Facts, bare
 from ottava.diagnose.loss import LossCurve
 from ottava.measure import limits
 from ottava.measure.layer_names import only_simulated, symbol
@@ -159,25 +158,24 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     """
     if align not in ("step", "tokens"):
         raise ValueError(f"compare: {unknown_name('alignment', align, ('step', 'tokens'))}")
-    sides = [_Side(run, align) for run in (good, bad, *controls)]
-    _match_layers(sides)
-    places = [place for place in sides[1].series if place in sides[0].series]
+    reference, *others = [_series(run, align) for run in (good, bad, *controls)]
+    sides = [reference, *(_renamed(side, _layers(reference)) for side in others)]
+    layers = [_layers(side) for side in sides[:2]]
+    places = [place for place in sides[1] if place in sides[0]]
     if not places:
+        there, here = (", ".join(names[:3]) or "none" for names in layers)
         raise RunError(
             f"{good.path} and {bad.path}: the runs share no cast; needs two runs whose layers have the same names "
-            f"(good: {_some(sides[0])}; bad: {_some(sides[1])})"
+            f"(good: {there}; bad: {here})"
         )
     loss = _compare_loss(good, bad, controls)
-    ranked, exits = _walk(sides, places)
+    ranked, exits, steps = _walk(sides, places)
     first = _first(exits, places, loss["left_at"])
-    layers = [{place[0] for place in side.series} for side in sides[:2]]
-    config = _config(good.manifest, bad.manifest)
-    compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
     facts = Facts(good), Facts(bad)
-    found = differences(*facts)
-    data = compare_batches(*facts)
-    unmatched = sorted(layers[0] ^ layers[1])
-    answer = Comparison(config, loss, ranked, first, compared, unmatched, "", data, [asdict(d) for d in found])
+    found, data = [asdict(d) for d in differences(*facts)], compare_batches(*facts)
+    unmatched = sorted({*layers[0]} ^ {*layers[1]})
+    config = _config(good.manifest, bad.manifest)
+    answer = Comparison(config, loss, ranked, first, len(steps), unmatched, "", data, found)
     return replace(answer, verdict=_verdict(answer))
 
 
@@ -194,28 +192,14 @@ class _Series:
     """SQNR of a healthy tensor in its format."""
 
 
-class _Side:
-    """One run: the compared statistics of its casts, by place."""
-
-    def __init__(self, run: Run, align: str) -> None:
-        self.run = run
-        self.series = _series(_shown(run.table()), run, align)
-
-    @property
-    def layers(self) -> list[str]:
-        """Layers in the order of the forward."""
-        return list(dict.fromkeys(layer for layer, _, _ in self.series))
-
-    def paired(self, other: _Side, place: Place) -> list[int]:
-        """Steps of this run with a look of the other run nearby."""
-        mine = self.series[place]
-        return [int(step) for step in mine.step[_nearest(other.series[place].at, mine.at) >= 0]]
+_Side = dict[Place, _Series]
+"""One run: the compared statistics of its casts."""
 
 
-def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
+def _series(run: Run, align: str) -> _Side:
     position = _tokens(run) if align == "tokens" else None
-    series: dict[Place, _Series] = {}
-    for slot, rows in table.groups():
+    series: _Side = {}
+    for slot, rows in _shown(run.table()).groups():
         place = (slot.layer, slot.tensor, slot.direction)
         if place in series:  # the same tensor under a second recipe
             continue
@@ -247,24 +231,23 @@ def _closest(axis: Any, at: Any) -> Any:
 
 def _nearest(axis: Any, at: Any) -> Any:
     """For each place, the index of the nearest look; -1 if it is further away than half the distance of looks."""
-    if not len(axis):
-        return np.full(len(at), -1)
     index = _closest(axis, at)
     spacing = float(np.median(np.diff(axis))) if len(axis) > 1 else 0.0
     return np.where(np.abs(axis[index] - at) <= spacing / 2 + 1e-9 * np.abs(at), index, -1)
 
 
-def _match_layers(sides: Sequence[_Side]) -> None:
-    """Gives equal layers equal names: by their names, by their names without wrappers, or by their order."""
-    reference = sides[0].layers
-    known = {bare(name): name for name in reference}
-    for side in sides[1:]:
-        names = {name: known[bare(name)] for name in side.layers if name not in reference and bare(name) in known}
-        unnamed = [name for name in side.layers if name not in reference and name not in names]
-        free = [name for name in reference if name not in side.layers and name not in names.values()]
-        if not names and len(unnamed) == len(free) == len(reference):
-            names = dict(zip(unnamed, free, strict=True))
-        side.series = {(names.get(place[0], place[0]), *place[1:]): s for place, s in side.series.items()}
+def _layers(side: _Side) -> list[str]:
+    """Layers in the order of the forward."""
+    return list(dict.fromkeys(layer for layer, _, _ in side))
+
+
+def _renamed(side: _Side, reference: Sequence[str]) -> _Side:
+    """A run whose layers have the names of equal ones: by their names without wrappers, or by their order."""
+    known, layers = {bare(name): name for name in reference}, _layers(side)
+    names = {name: known[bare(name)] for name in layers if name not in reference and bare(name) in known}
+    if not names and len(layers) == len(reference) and not {*layers} & {*reference}:
+        names = dict(zip(layers, reference, strict=True))
+    return {(names.get(place[0], place[0]), *place[1:]): series for place, series in side.items()}
 
 
 def _shown(table: Table) -> Table:
@@ -273,18 +256,18 @@ def _shown(table: Table) -> Table:
     return table.take([i for i, (layer, source) in enumerate(pairs) if not only_simulated(str(layer), str(source))])
 
 
-def _some(side: _Side) -> str:
-    return ", ".join(side.layers[:3]) or "none"
-
-
-def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The worst effect of every cast and statistic, and the look at which each left its band."""
-    ranked, exits = [], []
+def _walk(
+    sides: Sequence[_Side], places: Sequence[Place]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], set[int]]:
+    """The worst effect of every cast and statistic, the look at which each left its band, and the steps that have
+    looks in both runs."""
+    ranked, exits, steps = [], [], set[int]()
     for place in progress(places, "comparing tensors"):
-        mine = sides[1].series[place]
-        references = [side.series[place] for side in (sides[0], *sides[2:]) if place in side.series]
+        mine = sides[1][place]
+        references = [side[place] for side in (sides[0], *sides[2:]) if place in side]
         theirs = _nearest(references[0].at, mine.at)
         looks = np.flatnonzero(theirs >= 0)
+        steps |= {*mine.step[looks].tolist()}
         pairs = looks, theirs[looks]
         around = [(series, _closest(series.at, mine.at[looks])) for series in references]
         for metric in METRICS:
@@ -294,7 +277,7 @@ def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[st
             if exit_ is not None:
                 exits.append(exit_)
     ranked.sort(key=lambda entry: -entry["bits"])
-    return ranked, exits
+    return ranked, exits, steps
 
 
 def _judge(
@@ -362,25 +345,16 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], left_at: in
         # the backward comes later and runs through the layers in reverse
         return entry["step"], not forward, place if forward else -place, growth[entry["metric"]], -entry["bits"]
 
-    ordered = sorted(exits, key=key)
-    first = ordered[0]
+    first, *later = sorted(exits, key=key)
     then: list[str] = []
-    for entry in ordered[1:]:
+    for entry in later:
         name = f"{entry['layer']}.{symbol(entry['tensor'])} at step {entry['step']}"
         if entry["layer"] != first["layer"] and all(not t.startswith(f"{entry['layer']}.") for t in then):
             then.append(name)
-    return {
-        "step": first["step"],
-        "look_before": first["look_before"],
-        "layer": first["layer"],
-        "tensor": first["tensor"],
-        "metric": first["metric"],
-        "good_band": first["good_band"],
-        "value": first["bad"],
-        "direction": "forward" if first["tensor"] in _FORWARD else "backward",
-        "lead_steps": None if left_at is None else left_at - first["step"],
-        "then": then[:5],
-    }
+    direction = "forward" if first["tensor"] in _FORWARD else "backward"
+    lead = None if left_at is None else left_at - first["step"]
+    kept = {name: first[name] for name in ("step", "look_before", "layer", "tensor", "metric", "good_band")}
+    return {**kept, "value": first["bad"], "direction": direction, "lead_steps": lead, "then": then[:5]}
 
 
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:

@@ -213,59 +213,59 @@ def _answers(
     trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(facts, trial, good)
     if good is not None:
         trial = _by_recipe(facts, good, happened, differ, _as_good(facts, good, happened, trial))
-    found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
-    laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
-    kept = [] if good is None else broken(good, None)
-    if kept:  # what the good run breaks in the same places does not part the two
-        alike = {law.id: how.where for law, how in kept}
-        same = [law.id in alike and {*how.where} <= {*alike[law.id]} for law, how in hits]
-        laws = [(a, h, replace(f, severity="note") if k else f) for (a, h, f), k in zip(laws, same, strict=True)]
-    strong = [law.exact and how.grave for law, how, _ in laws]
-    found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
-    others: list[Finding | None]
-    others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
+    kept = {} if good is None else {law.id: how for law, how in broken(good, None)}
+    laws = [_law(law, how, happened, facts, frameworks) for law, how in hits]
+    # what the good run breaks in the same places does not part the two
+    same = [law.id in kept and {*how.where} <= {*kept[law.id].where} for law, how in hits]
+    laws = [replace(f, severity="note") if alike else f for f, alike in zip(laws, same, strict=True)]
+    exact = {law.id for law, how in hits if law.exact and how.grave}
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
     parted = any(d.kind in _PLACES[:6] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
-    lead = (
-        []
-        if good is None or of_casts
-        else _led([*found[1:], *others], placed, {law.id for law, how in kept if how.grave})
-    )
-    found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
-    found[1:1] = [f for _, f in lead if f.id not in _OF_CASTS]
-    placed = [*(f for _, f in lead if f.id in _OF_CASTS), *placed]
+    led = {} if good is None or of_casts else _led([f for f in laws if f.id in exact], placed, kept)
+    strong = [f for f in laws if f.id in exact - _OF_CASTS and f.id not in led]
+    others = [f for f in laws if f.id in exact & _OF_CASTS and f.id not in led]
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
-    others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
+    others += [f for f in laws if f.id not in exact]
+    first = [_checked(facts, frameworks), *(f for f in led.values() if f.id not in _OF_CASTS)]
+    placed = [*(f for f in led.values() if f.id in _OF_CASTS), *placed]
     # casts that were tried only after the event may suffer from what made it; a flat loss has left nothing
-    left = happened is not None and happened.kind != "flat"
-    after = left and happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
-    known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
+    left = math.inf if happened is None or happened.kind == "flat" else happened.step
+    after = trial.step is not None and trial.step >= left and not trial.sound
+    known = [f for f in (*first, *strong, *others, *(() if of_casts else placed)) if f and f.severity != "note"]
     if happened is not None and after and trial.part == "guilty" and known:
         trial = behind(facts, happened.step, trial)
     # what is broken for certain since before the trials, of which the first are calm
-    since = [how.since for (_, how, _), exact in zip(laws, strong, strict=True) if exact and how.since is not None]
-    if trial.part == "guilty" and trial.step is not None and min(since, default=trial.step) < trial.step:
-        cleared = behind(facts, min(since), trial, "The fault below began")
+    since = min((how.since for law, how in hits if law.id in exact and how.since is not None), default=None)
+    if trial.part == "guilty" and trial.step is not None and since is not None and since < trial.step:
+        cleared = behind(facts, since, trial, "The fault below began")
         trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
-    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
+    if hurt is not None:
+        hurt = _beside_good(hurt, facts, good, differ, frameworks)
+    if trial.part == "guilty" and (of_casts or not after):
+        found = [*first, *strong, hurt, *placed, *others]
+    else:
+        found = [*first, *placed, *strong, *([*others, hurt] if after else [hurt, *others])]
+    if trial.part == "innocent" and any(f is not None and f.stage == "software" for f in found):
+        trial = replace(trial, part="unknown")  # casts as they ran are healthy; their software is not
+    return [finding for finding in found if finding is not None], trial
+
+
+def _beside_good(
+    hurt: Finding, facts: Facts, good: Facts | None, differ: Sequence[Difference], frameworks: Sequence[str]
+) -> Finding:
+    """Casts that hurt, with the place where the code parts from that of the good run, and with the good run's casts."""
+    if (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
         if place.kind == "cast" and good is not None and good.casts:  # the good run casts, too, and is healthy
             hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
     works = next(iter(good.recipes), "") if good is not None and "door" in {*good.table["source"]} else ""
-    if hurt is not None and works in RECIPES and works not in facts.recipes:
+    if works in RECIPES and works not in facts.recipes:
         cure = {"name": works, "came": "the good run does", "code": f'ottava.convert(model, "{works}")'}
         hurt = replace(hurt, remedies=[render("arm", cure, frameworks, {"recipe": works}), *hurt.remedies])
-    if trial.part == "guilty" and (of_casts or not after):
-        found += [hurt, *placed, *others]
-    else:
-        first = 1 + sum(f.id not in _OF_CASTS for _, f in lead)
-        found = [*found[:first], *placed, *found[first:], *([*others, hurt] if after else [hurt, *others])]
-    if trial.part == "innocent" and any(f is not None and f.stage == "software" for f in found):
-        trial = replace(trial, part="unknown")  # casts as they ran are healthy; their software is not
-    return [finding for finding in found if finding is not None], trial
+    return hurt
 
 
 def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequence[Difference]) -> Trial:
@@ -276,7 +276,7 @@ def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequenc
     """
     tried = {str(site) for e in facts.experiments("shadow") for site in e.get("sites") or ()}
     one = next((d for d in differ if d.kind == "cast" and "float8_" in d.sentence), None)
-    lasting = happened is not None and (happened.kind != "leaves" or happened.stays is not None)
+    lasting = happened is not None and happened.lasts
     parts = one is not None and lasting and not any(d.kind == "weights" for d in differ)
     if trial.part == "guilty":
         return replace(trial, sound=trial.sound or parts)
@@ -311,14 +311,15 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
     if happened is None or happened.stays is None or trial.sound or (hurts := judge(facts, None)).part != "guilty":
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
-    if (a := good.column("input_hash")) is not None and (b := facts.column("input_hash")) is not None:
-        _, one, other = np.intersect1d(good.steps, facts.steps, return_indices=True)
-        unlike = np.abs(a[one] - b[other]) > 0  # of unknown hashes nothing is said
-        at |= dict.fromkeys(good.steps[one][unlike].tolist(), math.nan)
+    if (shared := good.beside(facts, "input_hash")) is not None:
+        steps, a, b = shared
+        at |= dict.fromkeys(steps[a != b].tolist(), math.nan)
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
-    rows = [(e["step"], number_of(e.get("loss")), number_of(e.get("loss_without"))) for e in since]
-    among = [(n, x, y, at.get(n, math.nan)) for n, x, y in rows]
-    above = [(n, x, y, z) for n, x, y, z in among if x - z > max(good.loss.rise, _GAP * abs(z))]
+    rows = [
+        (e["step"], *(number_of(e.get(k)) for k in ("loss", "loss_without")), at.get(e["step"], math.nan))
+        for e in since
+    ]
+    above = [(n, x, y, z) for n, x, y, z in rows if x - z > max(good.loss.rise, _GAP * abs(z))]
     if not above or not all(x - y >= _MOST_OF * (x - z) for _, x, y, z in above):
         return trial
     step, x, y, z = above[-1]
@@ -387,7 +388,7 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
 def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks: Sequence[str]) -> Finding:
     late = happened is not None and how.since is not None and how.since > happened.step + 1
     # a loss that comes back asks for no cause that a number only suggests, and for no other if it was single batches
-    if happened is not None and happened.kind == "leaves" and happened.stays is None:
+    if happened is not None and not happened.lasts:
         shown = how.shown and (law.exact or not facts.loss.only_a_batch(happened.step))
         late = late or not (shown or (law.exact and law.id != "O7"))
     if how.grave and law.id in _ALWAYS:
@@ -488,15 +489,12 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
         "gemms": ", ".join(GEMMS),
     }
     predicted = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
-    stale = predicted and hurt.kind in ("clipped", "flushed")
-    kinds = ["current"] if stale else []
+    kinds = ["current"] if predicted and hurt.kind in ("clipped", "flushed") else []
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
     sites = [str(p["site"]) for p in trial.place if p.get("site")]
-    first = trial.place[0] if trial.place else {}
-    places = {"wire": "ranks" in first, "outside": "outside" in first, "site": bool(sites)}
-    places["derivative"] = any(p.get("function") for p in trial.place)
-    kinds = next(([kind] for kind, holds in places.items() if holds), kinds)
+    other = {"ranks": "wire", "outside": "outside", "site": "site", "function": "derivative"}
+    kinds = next(([kind] for word, kind in other.items() if any(p.get(word) for p in trial.place)), kinds)
     values["site"] = ", ".join(map(spoken, sites or [str(p["outside"]) for p in trial.place if p.get("outside")]))
     trials: dict[str, dict[str, Any]] = {
         "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
@@ -509,7 +507,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     return cures + list(rendered.values())
 
 
-def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
+def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
     if happened is None:  # a fault that no loss shows is seen in the code; a setting changes what code is given
         places = [d for d in differ if d.kind in _PLACES[:6]]
@@ -523,11 +521,8 @@ def _differing(differ: Sequence[Difference], happened: Event | None, frameworks:
     # of all weights, or all batches, another seed is the usual reason; but a seed moves no loss from the first step on
     causes += [d for d in early if d.kind == "weights" and (d.good > 0 or happened.kind == "high")]
     weak = [d for d in early if d not in causes and d.kind != "recipe"]
-    found: list[Finding | None] = []
-    for one, strong in [*((d, True) for d in causes), *((d, False) for d in weak)]:
-        severity = "note" if not strong else "critical" if happened.stays is not None else "warning"
-        found.append(_finding(one, severity, frameworks))
-    return found
+    severity = "critical" if happened.stays is not None else "warning"
+    return [*(_finding(d, severity, frameworks) for d in causes), *(_finding(d, "note", frameworks) for d in weak)]
 
 
 def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Finding:
@@ -538,45 +533,44 @@ def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Findi
     )  # fmt: skip
 
 
-_TITLES = MappingProxyType(
+_KINDS = MappingProxyType(
     {
-        "optimizer": "The optimizer is not that of the good run",
-        "casting": "The casts are not set as in the good run",
-        "trainer": "The Trainer is not set as in the good run",
-        "model_config": "The model is not configured as in the good run",
-        "arguments": "The model is not called as in the good run",
-        "code": "The code parts from that of the good run",
-        "cast": "A cast parts from that of the good run",
-        "parameter": "The parameters are not those of the good run",
-        "weights": "The run begins with other weights than the good run",
-        "program": "The loop does something else than in the good run",
-        "batch": "The run sees other batches than the good run",
-        "labels": "The inputs are those of the good run, and the labels are not",
+        "optimizer": ("The optimizer is not that of the good run", "good_setting"),
+        "casting": ("The casts are not set as in the good run", "good_setting"),
+        "trainer": ("The Trainer is not set as in the good run", "good_setting"),
+        "model_config": ("The model is not configured as in the good run", "good_setting"),
+        "arguments": ("The model is not called as in the good run", "good_call"),
+        "code": ("The code parts from that of the good run", ""),
+        "cast": ("A cast parts from that of the good run", ""),
+        "parameter": ("The parameters are not those of the good run", "good_parameters"),
+        "weights": ("The run begins with other weights than the good run", "good_weights"),
+        "program": ("The loop does something else than in the good run", ""),
+        "batch": ("The run sees other batches than the good run", "good_batch"),
+        "labels": ("The inputs are those of the good run, and the labels are not", "good_labels"),
     }
 )
+"""Kind of a difference -> the title of the finding, and its remedy; "": the place says more."""
 
 
 def _titled(one: Difference) -> str:
     if one.kind == "setting" and one.key == "lr" and one.good and one.bad:
-        times = one.bad / one.good
-        return (
-            f"The learning rate is {times:.3g} times that of the good run"
-            if times > 1
-            else (f"The learning rate is {1 / times:.3g} times smaller than in the good run")
-        )
-    return _TITLES.get(one.kind, f"The {one.key.replace('_', ' ')} is not that of the good run")
+        if (times := one.bad / one.good) > 1:
+            return f"The learning rate is {times:.3g} times that of the good run"
+        return f"The learning rate is {1 / times:.3g} times smaller than in the good run"
+    title, _ = _KINDS.get(one.kind, ("", ""))
+    return title or f"The {one.key.replace('_', ' ')} is not that of the good run"
 
 
-def _led(
-    laws: Sequence[Finding | None], placed: Sequence[Finding | None], there: set[str]
-) -> list[tuple[Finding, Finding]]:
-    """Each broken law that the good run keeps (it breaks those `there`), and the same with the place where the code
-    parts: the law says what the place does."""
-    place = next((f for f in placed if f is not None and f.severity != "note"), None)
-    if place is None:
-        return []
-    own = [f for f in laws if f is not None and f.severity != "note" and f.id not in there]
-    return [(f, replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *place.remedies])) for f in own]
+def _led(laws: Sequence[Finding], placed: Sequence[Finding], kept: Mapping[str, Broken]) -> dict[str, Finding]:
+    """Each broken law that the good run, which breaks those `kept`, does not break gravely, with the place where the
+    code parts: the law says what the place does."""
+    place = next((f for f in placed if f.severity != "note"), None)
+    own = [f for f in laws if f.severity != "note" and not (f.id in kept and kept[f.id].grave)]
+    return {
+        f.id: replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *place.remedies])
+        for f in own
+        if place is not None
+    }
 
 
 def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
@@ -587,13 +581,11 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         whole = one.key == "lr" and not one.where
         name = "good_rates" if whole and one.group else "good_lr" if whole else "good_setting"
         return render(name, values, frameworks, None if one.where else trial)
-    names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
-             "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
-             "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip
     if one.kind in ("code", "cast") and one.good != one.bad:
         name = "missing_call" if one.bad == "nothing" else "own_call" if one.good == "nothing" else "good_call_here"
         return render(name, values | {"key": one.key}, frameworks)
-    return render(names.get(one.kind, "good_data" if one.key == DATA else "good_code"), values, frameworks)
+    name = "optimizer" if one.kind == "parameter" and one.key == "held" else _KINDS.get(one.kind, ("", ""))[1]
+    return render(name or ("good_data" if one.key == DATA else "good_code"), values, frameworks)
 
 
 def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:

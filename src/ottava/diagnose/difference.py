@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.calls import apart, bare, equal_until, parting
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.calls import apart, equal_until, parting
+from ottava.diagnose.facts import Facts, bare
 
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
 _PROGRAM = MappingProxyType(
@@ -96,12 +96,13 @@ def _evaluations(good: Facts, bad: Facts) -> Iterator[Difference]:
         return {(e.get("step"), e.get("training")): e.get("given") or {} for e in modes}
 
     a, b = of(good), of(bad)
-    for step, training in a.keys() & b.keys():
-        given = [(n, a[step, training][n], b[step, training][n]) for n in a[step, training].keys() & b[step, training]]
+    for step, training in (key for key in b if key in a):
+        theirs, mine = a[step, training], b[step, training]
+        pairs = [(name, theirs[name], there) for name, there in mine.items() if name in theirs]
         said = [
             f"`{name}` is {there[0]} of mean {there[2]:.4g} and rms {there[3]:.4g}, in the good run {here[0]} of mean "
             f"{here[2]:.4g} and rms {here[3]:.4g}"
-            for name, here, there in given
+            for name, here, there in pairs
             if len(here) == len(there) == 6 and (here[0] != there[0] or apart([here], [there]))
         ]
         if said and equal_until(good, bad, step):
@@ -129,7 +130,7 @@ def settings_and_loop(good: Facts, bad: Facts) -> list[Difference]:
 
 def _recipes(good: Facts, bad: Facts) -> Iterator[Difference]:
     def of(facts: Facts) -> str:
-        cast = {str(x["recipe"]) for x in facts.manifest.get("layers") or () if x.get("casts") and x.get("recipe")}
+        cast = {str(x["recipe"]) for x in facts.described if x.get("casts") and x.get("recipe")}
         return ", ".join(sorted(cast) or facts.recipes) or "none" if facts.casts else "nothing is cast"
 
     a, b = of(good), of(bad)
@@ -148,7 +149,7 @@ def _castings(good: Facts, bad: Facts) -> Iterator[Difference]:
         here, there = (side.get(path, "its default") for side in (b, a))
         said = f"The recipe '{path[0]}' has {key} {here} in {'.'.join(path[1:-1])}, in the good run {there}."
         yield Difference("casting", key, there, here, said)
-    formats = [{bare(str(x["name"])): _formats(x) for x in f.manifest.get("layers") or ()} for f in (good, bad)]
+    formats = [{bare(x["name"]): _formats(x) for x in f.described} for f in (good, bad)]
     other = [n for n in formats[1] if n in formats[0] and formats[0][n] != formats[1][n]]
     if other and not apart:
         there, here = (side[other[0]] for side in formats)
@@ -170,13 +171,9 @@ def _formats(layer: Mapping[str, Any]) -> str:
 
 
 def _optimizers(good: Facts, bad: Facts) -> Iterator[Difference]:
-    def of(facts: Facts) -> set[str]:
-        return {str((p.get("held") or {}).get("optimizer")) for p in facts.parameters if p.get("held")}
-
-    a, b = of(good), of(bad)
-    if a and b and a != b:
-        names = ", ".join(sorted(a)), ", ".join(sorted(b))
-        yield Difference("optimizer", "optimizer", *names, f"The optimizer differs: {names[0]} and {names[1]}.")
+    if good.optimizers and bad.optimizers and good.optimizers != bad.optimizers:
+        there, here = (", ".join(sorted(f.optimizers)) for f in (good, bad))
+        yield Difference("optimizer", "optimizer", there, here, f"The optimizer differs: {there} and {here}.")
 
 
 def _same_parameters(good: Facts, bad: Facts) -> dict[tuple[str, str], list[str]]:
@@ -228,23 +225,21 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
 
 def _program(good: Facts, bad: Facts) -> Iterator[Difference]:
     for name, words in _PROGRAM.items():
-        a, b = (
-            dict(zip(f.steps.tolist(), [] if (v := f.column(name)) is None else v, strict=False)) for f in (good, bad)
-        )
-        if name in _SHARES:
-            a, b = ({step: float(x > 0) for step, x in of.items() if math.isfinite(x)} for of in (a, b))
-        # a record may begin in the middle of its first step
-        begun = max((int(f.steps[0]) for f in (good, bad) if len(f.steps)), default=0)
-        apart = [s for s in sorted(a.keys() & b.keys()) if s > begun and math.isfinite(a[s] + b[s]) and a[s] != b[s]]
-        if not apart:
+        if (shared := good.beside(bad, name)) is None:
             continue
-        here, there = (of[apart[0]] for of in (b, a))
+        steps, a, b = shared
+        a, b = ((x > 0).astype(float) if name in _SHARES else x for x in (a, b))
+        # a record may begin in the middle of its first step
+        apart = np.flatnonzero((a != b) & (steps > max(good.steps[0], bad.steps[0])))
+        if not len(apart):
+            continue
+        step, there, here = int(steps[apart[0]]), float(a[apart[0]]), float(b[apart[0]])
         if name in _SHARES:
             one, other = ("This run", "the good one") if here > there else ("The good run", "this one")
-            said = f"{one} has {words} in step {apart[0]}, {other} has none"
+            said = f"{one} has {words} in step {step}, {other} has none"
         else:
-            said = f"Step {apart[0]} has {here:.0f} {words}, that of the good run {there:.0f}"
-        yield Difference("program", name, there, here, f"{said}. The two differ in {len(apart)} steps.", apart[0])
+            said = f"Step {step} has {here:.0f} {words}, that of the good run {there:.0f}"
+        yield Difference("program", name, there, here, f"{said}. The two differ in {len(apart)} steps.", step)
 
 
 def _by_name(facts: Facts) -> dict[str, Mapping[str, Any]]:
@@ -291,7 +286,7 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
 
 
 def _weights(good: Facts, bad: Facts) -> list[Difference]:
-    a, b = ({bare(str(n)): h for n, h in (f.manifest.get("weights") or {}).items()} for f in (good, bad))
+    a, b = (f.weights for f in (good, bad))
     both = [n for n in b if n in a]
     apart = [n for n in both if a[n] != b[n]]
     if not apart:
@@ -317,23 +312,18 @@ def _batch(good: Facts, bad: Facts) -> list[Difference]:
 def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
     """{step, what, share_pct}: the first step whose batch differs, and the share of such steps from it on; step is None
     if none does; None if a run has no hashes."""
-    common, mine, theirs = np.intersect1d(good.steps, bad.steps, return_indices=True)
-    apart: dict[str, Any] = {}
-    known = np.zeros(len(common), dtype=bool)  # a watch with a budget hashes some steps only
-    for what, name in (("inputs", "input_hash"), ("labels", "label_hash")):
-        a, b = good.column(name), bad.column(name)
-        if a is not None and b is not None:
-            both = np.isfinite(a[mine]) & np.isfinite(b[theirs])
-            apart[what], known = (a[mine] != b[theirs]) & both, known | both
-    if not apart or not len(common):
+    both = {"inputs": good.beside(bad, "input_hash"), "labels": good.beside(bad, "label_hash")}
+    found = {what: shared for what, shared in both.items() if shared is not None}
+    if not found or not np.isin(good.steps, bad.steps).any():
         return None
-    either = np.logical_or.reduce(list(apart.values()))
-    if not either.any():
+    apart = {what: {*steps[a != b].tolist()} for what, (steps, a, b) in found.items()}
+    if not (either := set[int]().union(*apart.values())):
         return {"step": None, "what": "", "share_pct": 0.0}
-    first = int(np.flatnonzero(either)[0])
-    what = " and ".join(name for name, values in apart.items() if values[first])
-    share = 100 * float(either[first:][known[first:]].mean())
-    return {"step": int(common[first]), "what": what, "share_pct": float(f"{share:.4g}")}
+    first = min(either)
+    # a watch with a budget hashes some steps only
+    known = {step for steps, _, _ in found.values() for step in steps.tolist() if step >= first}
+    what = " and ".join(name for name, steps in apart.items() if first in steps)
+    return {"step": first, "what": what, "share_pct": float(f"{100 * (len(either) / len(known)):.4g}")}
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from ottava.measure.tally import EXPONENT_BINS, GRANULARITIES, RELATIVE_BINS, SPREAD_BINS, Tally
 from ottava.numerics.formats import E4M3, Format
@@ -113,7 +112,7 @@ def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Ex
     alone = top.any(axis=1)
     beside = (counts * top).sum(axis=1) - alone
     lowest = np.where(alone, (low * top).sum(axis=1), 0.0)
-    x = lowest[:, None] + (amax - lowest)[:, None] * _midpoints(_samples(spec))
+    x = lowest[:, None] + (amax - lowest)[:, None] * _samples(spec.rounding)
     sums = _round(x, scale[:, None], spec) * beside[:, None]
     sums += _round(amax[:, None], scale[:, None], spec) * alone[:, None]
     below = np.where(top, 0.0, counts)
@@ -134,7 +133,7 @@ def _bin_table(fmt: Format, rounding: Any) -> Array:
     relative squared, e**2 over x**2."""
     spec = QuantizationSpec(fmt, rounding=rounding)
     edges = _exponent_edges().clip(max=1e37)
-    x = edges[:-1, None] + np.diff(edges)[:, None] * _midpoints(_samples(spec))
+    x = edges[:-1, None] + np.diff(edges)[:, None] * _samples(rounding)
     tables = []
     for step in range(_STEPS):
         values = _round(x, np.exp2(np.array(step / _STEPS)), spec)
@@ -193,7 +192,8 @@ def _spread(tally: Tally, counts: Array) -> Array:
 def _round(x: Array, scale: Array, spec: QuantizationSpec) -> Array:
     """Means over the last dimension of x: flushed, clipped, relative, relative squared, x**2, e**2; (..., 6)."""
     y = torch.from_numpy(np.asarray(x * scale, dtype=np.float32))
-    q = _rounded(y, spec.format, spec.rounding).double().numpy()
+    generator = torch.Generator().manual_seed(0) if spec.rounding == "stochastic" else None
+    q = round_to_format(y, spec.format, rounding=spec.rounding, generator=generator).double().numpy()
     exact = y.double().numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(exact > 0, np.abs(exact - q) / exact, 1.0)
@@ -202,13 +202,9 @@ def _round(x: Array, scale: Array, spec: QuantizationSpec) -> Array:
     return np.stack([np.mean(column, axis=-1) for column in columns], axis=-1)
 
 
-def _rounded(y: Tensor, fmt: Format, rounding: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0) if rounding == "stochastic" else None
-    return round_to_format(y, fmt, rounding=rounding, generator=generator)
-
-
-def _samples(spec: QuantizationSpec) -> int:
-    return _RANDOM_SAMPLES if spec.rounding == "stochastic" else _SAMPLES
+def _samples(rounding: Any) -> Array:
+    """Numbers spread evenly between 0 and 1."""
+    return _midpoints(_RANDOM_SAMPLES if rounding == "stochastic" else _SAMPLES)
 
 
 def _midpoints(count: int) -> Array:
@@ -231,7 +227,7 @@ def _block_table(fmt: Format, scale_format: Any, margin: int, rounding: Any) -> 
     low = edges[_TOP_BIN - np.arange(RELATIVE_BINS)]
     high = edges[_TOP_BIN + 1 - np.arange(RELATIVE_BINS)]
     high[0] = low[0]  # nothing is above the amax
-    x = low[:, None] + (high - low)[:, None] * _midpoints(_samples(spec))
+    x = low[:, None] + (high - low)[:, None] * _samples(rounding)
     tables = []
     for tops in _tops(fmt, scale_format, margin):
         values = np.mean([_round(x, np.asarray(top), spec) for top in tops], axis=0)

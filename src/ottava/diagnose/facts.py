@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.diagnose.loss import LossCurve
-from ottava.measure.layer_names import layer_index
 from ottava.record.reader import Run, Table, number_of
 
 Values = npt.NDArray[Any]
@@ -25,6 +24,18 @@ GROUP_SETTINGS = ("lr", "weight_decay", "beta1", "beta2", "eps", "momentum")
 
 
 _FROM_ZERO = 1e6  # the first step of a weight that begins at zero, as LoRA's, is no part of it
+
+
+def bare(name: str) -> str:
+    """A layer's name without wrappers: two runs of one model differ in them.
+
+    Example:
+        >>> bare("_orig_mod.module.layers.0.fc1")
+        'layers.0.fc1'
+    """
+    for word in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model."):
+        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
+    return name
 
 
 class Facts:
@@ -71,6 +82,16 @@ class Facts:
             or bool(getattr(self, name, None) or getattr(self.run, name, None))
             for name in names.split("|")
         )
+
+    def beside(self, other: Facts, name: str) -> tuple[Values, Values, Values] | None:
+        """(steps, values here, values there) where both runs know a column; None if one has none."""
+        mine, theirs = self.column(name), other.column(name)
+        if mine is None or theirs is None:
+            return None
+        steps, here, there = np.intersect1d(self.steps, other.steps, return_indices=True)
+        mine, theirs = mine[here], theirs[there]
+        known = np.isfinite(mine) & np.isfinite(theirs)
+        return steps[known], mine[known], theirs[known]
 
     @cached_property
     def loss(self) -> LossCurve:
@@ -127,11 +148,21 @@ class Facts:
     def _about(self) -> dict[str, Mapping[str, Any]]:
         return {str(p["name"]): p for p in sorted(self.parameters, key=lambda p: bool(p.get("held")))}  # a copy's: not
 
+    @cached_property
+    def weights(self) -> dict[str, Any]:
+        """Parameter -> hash of its values before the first step."""
+        return {bare(name): value for name, value in (self.manifest.get("weights") or {}).items()}
+
     @property
     def unmoved(self) -> set[str] | None:
         """Parameters that end as they began; None if the record does not say, as of a run that was killed."""
         names = self.manifest.get("unmoved")
         return {str(n) for n in names} if isinstance(names, list) else None
+
+    @property
+    def optimizers(self) -> set[str]:
+        """Names of the optimizers that hold parameters."""
+        return {str(p["held"].get("optimizer")) for p in self.parameters if p.get("held")}
 
     def shape(self, name: str) -> list[int]:
         """Of a parameter; [0] if unknown."""
@@ -160,13 +191,13 @@ class Facts:
                 rows[name] = {k: number_of(c[i]) if i < len(c) else math.nan for k, c in columns.items()}
         return found
 
-    def update_ratio(self, first: float = 0.0, last: float = math.inf) -> list[tuple[int, float]]:
-        """(step, median of update over weight over all matrices) of the looks in a range of steps."""
+    def update_ratio(self, last: float) -> list[tuple[int, float]]:
+        """(step, median of update over weight over all matrices) of the looks up to a step."""
         found = []
         for step, rows in sorted(self.moves.items()):
             ratios = [r["ratio"] for n, r in rows.items() if len((self._about.get(n) or {}).get("shape") or (0, 0)) > 1]
             ratios = [r for r in ratios if math.isfinite(r) and r < _FROM_ZERO]
-            if ratios and first <= step <= last:
+            if ratios and step <= last:
                 found.append((step, float(np.median(ratios))))
         return found
 
@@ -207,10 +238,14 @@ class Facts:
         sources = {str(s) for s in self.table["source"]}
         if any(s != "hook" for s in sources):
             return True
-        layers = [x for x in self.manifest.get("layers") or () if isinstance(x, Mapping)]
-        if any(x.get("casts") for x in layers):
+        if any(x.get("casts") for x in self.described):
             return True
         return False if sources else None
+
+    @property
+    def described(self) -> list[Mapping[str, Any]]:
+        """What the manifest says of each layer: name, recipe, casts, package."""
+        return [x for x in self.manifest.get("layers") or () if isinstance(x, Mapping) and x.get("name")]
 
     @cached_property
     def recipes(self) -> list[str]:
@@ -218,19 +253,9 @@ class Facts:
         names = [str(n) for n in self.table["recipe"]]
         return sorted(set(names), key=lambda n: -names.count(n))
 
-    @cached_property
-    def layers(self) -> list[str]:
-        """Layers in the order of the first forward."""
-        return list(dict.fromkeys(str(n) for n in self.table["layer"]))
-
     def real_casts(self) -> Table:
         """The rows of real casts."""
         return self.table.take([i for i, source in enumerate(self.table["source"]) if source != "hook"])
-
-    @property
-    def blocks(self) -> int:
-        """Numbered blocks of the model."""
-        return len({i for i in map(layer_index, self.layers) if i is not None})
 
     # --- experiments and events -----------------------------------------------------------------------------------
 
@@ -252,8 +277,7 @@ class Facts:
     @cached_property
     def packages(self) -> set[str]:
         """Packages of the layers that cast."""
-        layers = [x for x in self.manifest.get("layers") or () if isinstance(x, Mapping)]
-        found = {str(x["package"]) for x in layers if x.get("package") and (x.get("casts") or x.get("recipe"))}
+        found = {str(x["package"]) for x in self.described if x.get("package") and (x.get("casts") or x.get("recipe"))}
         return found or ({"ottava"} if "door" in {str(s) for s in self.table["source"]} else set())
 
     @property

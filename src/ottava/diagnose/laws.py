@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from ottava.base.text import progress
 from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.difference import some
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import Facts, Values
 from ottava.diagnose.loss import Event, LossCurve
 from ottava.diagnose.ranks import parted, same_batches
 from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
@@ -52,11 +52,12 @@ class Law:
     title: str
     """The answer if this law is the first one broken."""
     ask: Callable[[Facts, Event | None], Broken | None]
-    exact: bool
     remedy: str
     """A name in `remedies.REMEDIES`."""
     needs: str
     """The law needs one of these facts. `NEEDS` has them in words; "": it needs none."""
+    exact: bool = True
+    """Whether it reads a fact of the program; a statistical law is asked where something happened to the loss."""
     always: bool = False
     """Asked even where nothing happened to the loss, though it is not exact: an experiment tells."""
 
@@ -76,12 +77,14 @@ def _names(names: Sequence[str]) -> str:
     return some(names, most=4)
 
 
-def _counted(facts: Facts, name: str) -> tuple[int, int] | None:
-    """(steps in which a counter is above zero, the first of them); None without."""
+def _counted(facts: Facts, name: str) -> Values:
+    """In which steps a counter is above zero; in none of a run that does not have it."""
     values = facts.column(name)
-    if values is None or not (hit := np.nan_to_num(values) > 0).any():
-        return None
-    return int(hit.sum()), facts.since(hit)
+    return np.zeros(len(facts.steps), dtype=bool) if values is None else np.nan_to_num(values) > 0
+
+
+def _rate(facts: Facts, step: float) -> str:
+    return f" with lr {lr:.3g}" if math.isfinite(lr := facts.at("lr", step)) else ""
 
 
 # data
@@ -89,10 +92,11 @@ def _counted(facts: Facts, name: str) -> tuple[int, int] | None:
 
 def _inputs_broken(facts: Facts, event: Event | None) -> Broken | None:
     for what, name in (("inputs", "input_nonfinite"), ("labels", "label_nonfinite")):
-        if (hit := _counted(facts, name)) is not None:
-            said = f"The {what} hold infinities or NaN in {hit[0]} steps, first at step {hit[1]}."
+        if (hit := _counted(facts, name)).any():
+            first = facts.since(hit)
+            said = f"The {what} hold infinities or NaN in {hit.sum()} steps, first at step {first}."
             # a model may fill in what is missing
-            return Broken(said, hit[1], grave=event is not None and event.kind == "not finite")
+            return Broken(said, first, grave=event is not None and event.kind == "not finite")
     return None
 
 
@@ -177,27 +181,27 @@ def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
-    found = list(parted(facts))
-    if not found and same_batches(facts):
+    first = min(parted(facts), key=lambda d: (d.kind == "data", d.step or 0, d.kind == "ranks"), default=None)
+    if first is not None:
+        return Broken(first.sentence, first.step, first.where, remedy="data" if first.kind == "data" else "")
+    if same_batches(facts):
         return Broken(f"All {1 + len(facts.ranks)} ranks train on the same batches, so one of them would do.")
-    if not found:
-        return None
-    first = min(found, key=lambda d: (d.kind == "data", d.step or 0, d.kind == "ranks"))
-    return Broken(first.sentence, first.step, first.where, remedy="data" if first.kind == "data" else "")
+    return None
 
 
 # the optimizer
 
 
-def _outside(name: str) -> bool:
-    return name.startswith("optimizer[")
+_OUTSIDE = "optimizer["  # begins the name of what an optimizer steps, and no model has
+
+
+def _own(facts: Facts) -> list[Mapping[str, Any]]:
+    return [p for p in facts.parameters if p.get("trains") and not str(p["name"]).startswith(_OUTSIDE)]
 
 
 def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
-    own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
-    others = [str(p["name"]) for p in facts.parameters if _outside(str(p["name"]))]
-    names = {str(p["name"]) for p in own or facts.parameters}
-    moves = facts.unmoved is not None and not names <= facts.unmoved
+    own, others = _own(facts), [p for p in facts.parameters if str(p["name"]).startswith(_OUTSIDE)]
+    moves = facts.unmoved is not None and not {str(p["name"]) for p in own or facts.parameters} <= facts.unmoved
     if own and not any(p.get("held") for p in own) and others and not moves:
         return Broken(
             f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
@@ -212,7 +216,7 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     if moves or len(tried) < 2 or len(same) < len(tried):
         return None
     said = f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials."
-    return Broken(said, int(same[0]["step"]))
+    return Broken(said, same[0]["step"])
 
 
 def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
@@ -224,11 +228,8 @@ def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
     inner = zero[1:-1] if zero.sum() < len(zero) else zero
     if inner.sum() < max(3, 0.1 * len(lr)):
         return None
-    first = int(np.flatnonzero(zero[1:])[0]) + 1 if not zero.all() else 0
-    return Broken(
-        f"The learning rate is 0 in {zero.sum()} of {len(lr)} steps, from step {int(facts.steps[first])} on.",
-        int(facts.steps[first]),
-    )
+    first = facts.since(zero if zero.all() else zero & (facts.steps > facts.steps[0]))
+    return Broken(f"The learning rate is 0 in {zero.sum()} of {len(lr)} steps, from step {first} on.", first)
 
 
 def _unheld(facts: Facts, event: Event | None) -> Broken | None:
@@ -237,11 +238,10 @@ def _unheld(facts: Facts, event: Event | None) -> Broken | None:
         frozen = [str(p["name"]) for p in facts.parameters if not p.get("trains")]
         heads = [n for p in facts.parameters if facts.shape(n := str(p["name"]))[:1] == [facts.manifest.get("classes")]]
         if heads and heads[-1] in frozen:
-            said = (
-                f"The layer that gives the classes does not train: {heads[-1]}. Of {len(facts.parameters)} parameters "
-            )
+            said = f"The layer that gives the classes does not train: {heads[-1]}. "
+            said += f"Of {len(facts.parameters)} parameters "
             return Broken(f"{said}{len(frozen)} have requires_grad False.", where=(heads[-1],), remedy="thaw")
-    own = [str(p["name"]) for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
+    own = [str(p["name"]) for p in _own(facts)]
     held = {str(p["name"]) for f in (facts, *facts.ranks.values()) for p in f.parameters if p.get("held")}
     # a frozen teacher needs no gradient, and gets none
     useless = {str(p["name"]) for p in facts.parameters if p.get("reached") is False}
@@ -260,8 +260,7 @@ def _unheld(facts: Facts, event: Event | None) -> Broken | None:
 
 def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     looks = list(facts.moves.values())
-    own = [p for p in facts.parameters if p.get("trains") and p.get("held") and not _outside(str(p["name"]))]
-    names = [str(p["name"]) for p in own]
+    names = [str(p["name"]) for p in _own(facts) if p.get("held")]
     if len(looks) < 2 or not names:
         return None
     dead = [n for n in names if all(not (look.get(n) or {}).get("gradient", 0.0) > 0 for look in looks)]
@@ -290,8 +289,7 @@ _APART = 0.3  # of the gradient: micro-batches have more in common than their no
 def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
     if (lost := _lost_backwards(facts)) is not None:
         return lost
-    kept = facts.column("kept_gradient")
-    if kept is None or (hit := np.nan_to_num(kept) > 0).sum() < 2:
+    if (hit := _counted(facts, "kept_gradient")).sum() < 2:
         return None
     return Broken(
         f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began.",
@@ -324,8 +322,7 @@ def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
         ("shared_parameters", "Two optimizers step the same parameters after one backward"),
         ("restarts", "An optimizer begins anew, without its moments,"),
     ):
-        values = facts.column(name)
-        if values is not None and (hit := np.nan_to_num(values) > 0)[1:].sum() >= 2:
+        if (hit := _counted(facts, name))[1:].sum() >= 2:
             # a new phase may begin with a new optimizer
             return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=hit.mean() > 0.1)
     return None
@@ -337,9 +334,9 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
         for name, row in rows.items():
             if row["written"] > 0.01:
                 found.setdefault(name, []).append(step)
-    steps = facts.column("written")  # a record of version 1 has looks only
-    looks = sorted({s for seen in found.values() for s in seen})
-    every = looks if steps is None else facts.steps[np.nan_to_num(steps) > 0].tolist()
+    every = facts.steps[_counted(facts, "written")].tolist()
+    if facts.column("written") is None:  # a record of version 1 has looks only
+        every = sorted({s for seen in found.values() for s in seen})
     if not every:
         return None
     names = sorted(found, key=lambda n: found[n][0])
@@ -362,20 +359,15 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
             said += (
                 f"way than the optimizer's formula takes them in FP32, and {_names(halves)} have 16 bits: updates are"
             )
-            return Broken(f"{said} lost in rounding.", int(entry["step"]), tuple(halves))
+            return Broken(f"{said} lost in rounding.", entry["step"], tuple(halves))
+    low = {n for p in facts.parameters if p.get("dtype") in _HALF and facts.size(n := str(p["name"])) > 64}
+    looks = [rows for step, rows in facts.moves.items() if facts.at("lr", step) != 0]
     still: dict[str, list[float]] = {}
-    for step, rows in facts.moves.items():
-        if facts.at("lr", step) == 0:
-            continue
-        for name, row in rows.items():
-            low = str(next((p.get("dtype") for p in facts.parameters if p["name"] == name), "")) in _HALF
-            if low and facts.size(name) > 64 and math.isfinite(row["still"]):
-                still.setdefault(name, []).append(row["still"])
+    for name, row in ((name, row) for rows in looks for name, row in rows.items()):
+        if name in low and math.isfinite(row["still"]):
+            still.setdefault(name, []).append(row["still"])
     stuck = [n for n, values in still.items() if float(np.median(values)) >= 0.9]
     if not stuck or len(stuck) < 0.5 * len(still):
-        return None
-    lr = facts.column("lr")
-    if lr is not None and not (np.nan_to_num(lr) > 0).any():
         return None
     ways = [e["error"] for e in facts.experiments("optimizer") if _known(e, "error")]
     if ways and max(ways) < 0.5:  # rounded, but not lost
@@ -398,8 +390,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
     parts = [(e, part) for e in tried for part in ("tenth", "thousandth") if overshoots(e, part)]
-    lr = facts.at("lr", event.step if event is not None else math.inf)
-    rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
+    rate = _rate(facts, event.step if event is not None else math.inf)
     # step 1 is never tried, so where it made the event step 2 speaks for it
     made = [one for one in parts if event is not None and 0 < max(event.step, 3) - one[0]["step"] <= _SOON]
     made = [one for one in made if one[0]["loss_after"] - one[0]["loss"] > facts.loss.rise]
@@ -415,9 +406,9 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
         said = f"Where the loss left, a step{rate} made its own batch worse, and a {part} of it makes it better: "
     said += f"at step {one['step']} the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, "
     said += f"and with a {part} of the step to {one[f'loss_{part}']:.4g}."
-    ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
+    ratios = [ratio for _, ratio in facts.update_ratio(last=one["step"])]
     numbers = {"update_ratio": max(ratios)} if ratios else {}
-    return Broken(said, int(one["step"]), numbers=numbers, shown=bool(made))
+    return Broken(said, one["step"], numbers=numbers, shown=bool(made))
 
 
 def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
@@ -437,12 +428,12 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     one, begins = tried[-1], tried[len(tried) - count]
     # with no reason on record a careful rate may be meant; at most rates a hundred steps at once are too far somewhere
     always = count == len(tried) > 2 and all(e.get("noise") is not None for e in tried)
-    if not (why := _shortened(facts, int(one["step"]))) and not always:
+    if not (why := _shortened(facts, one["step"])) and not always:
         return None
     said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
-    since = None if count == len(tried) else int(begins["step"])
+    since = None if count == len(tried) else begins["step"]
     remedy = "schedule" if why.startswith(" The learning") else "unscale" if "GradScaler" in why else ""
     grave = bool(why) or (event is not None and event.kind == "flat")
     return Broken(said + why, since, numbers={"raise": _RAISE}, grave=grave, shown=True, remedy=remedy)
@@ -458,10 +449,8 @@ def _shortened(facts: Facts, step: int) -> str:
     """What makes a step short, where the record shows it."""
     clip, lr = facts.clip, facts.column("lr")
     if clip is not None and (usual := float(np.nanmedian(clip))) > 20:
-        said, factor = (
-            f" Clipping shortens the gradient {usual:.3g} times in the median step",
-            facts.at("grad_scale", step),
-        )
+        said = f" Clipping shortens the gradient {usual:.3g} times in the median step"
+        factor = facts.at("grad_scale", step)
         # nobody clips to a number that is a plain one times the factor by choice
         inside = factor > 1000 and 0.01 < factor * facts.at("grad_norm_used", step) < 100
         ends = f": the GradScaler's factor, {factor:.3g}, is still in the gradient that is clipped" if inside else ""
@@ -497,9 +486,7 @@ def _long_steps(facts: Facts, event: Event | None) -> Broken | None:
     if not high or len(high) < 0.5 * len(ratios):
         return None
     step, ratio = max(high, key=lambda pair: pair[1])
-    lr = facts.at("lr", step)
-    rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    said = f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{rate}."
+    said = f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{_rate(facts, step)}."
     # new weights in place of old ones, and at once a loss worse than that of no training at all: no noise does both
     lost = facts.loss.worst(event.step) > facts.loss.loss[0] + facts.loss.rise if event is not None else False
     made = lost and event is not None and ratio > 1 and event.step - step <= _SOON
@@ -516,8 +503,7 @@ def _known(entry: Any, *names: str) -> bool:
 def _summed(facts: Facts, event: Event | None) -> Broken | None:
     """Each loss is a mean, and the gradient is their sum, or is divided twice: SGD makes a step of another length."""
     share, backwards = facts.column("loss_share"), facts.column("backwards")
-    names = {str((p.get("held") or {}).get("optimizer")) for p in facts.parameters if p.get("held")}
-    if share is None or backwards is None or names != {"SGD"}:
+    if share is None or backwards is None or facts.optimizers != {"SGD"}:
         return None
     known = np.isfinite(share) & np.isfinite(backwards)
     parts, adds = float(np.median(backwards[known])), float(np.median(share[known]))
@@ -666,31 +652,23 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         said = f"The first result that is not finite is {what}, {place} ({way}), at step {step}."
         if entry.get("brought"):
             said = f"The first operation that reads a NaN of no layer is {what}, {place} ({way}), at step {step}."
-        return Broken(said, int(entry["step"]), (module,) if module else ())
+        return Broken(said, step, (module,) if module else ())
     norm = facts.column("grad_norm")
     lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()
     if lost and lost[0] < event.step:
         said = f"The gradient is not finite from step {lost[0]} on, and the loss was: a backward makes it"
-        return Broken(
-            f"{said}, as that of a square root at 0 or of a softmax of a row that a mask hides.", int(lost[0])
-        )
-    for entry in facts.run.events:  # a look at every tensor comes later than this one
-        if entry.get("kind") == "trigger" and entry.get("reason") == "nonfinite" and entry.get("layer"):
-            where, step = str(entry["layer"]), int(entry["step"])
-            return Broken(
-                f"The first {entry['tensor']} that is not finite is that of {where}, at step {step}.", step, (where,)
-            )
+        return Broken(f"{said}, as that of a square root at 0 or of a softmax of a row that a mask hides.", lost[0])
+    triggers = [e for e in facts.run.events if e.get("kind") == "trigger" and e.get("reason") == "nonfinite"]
     table = facts.run.table(phase=None)
-    bad = np.asarray(table.metric("nonfinite")) > 0
-    if len(table) and not bad.any() and (table["step"] >= event.step - 1).any():
+    bad = np.flatnonzero(np.asarray(table.metric("nonfinite")) > 0)
+    if not (seen := [e for e in triggers if e.get("layer")]):  # a look at every tensor comes later than this one
+        rows = bad[np.argsort(table["step"][bad], kind="stable")][:1]
+        seen = [{name: table[name][i] for name in ("tensor", "layer", "step")} for i in rows]
+    if seen:
+        tensor, where, step = seen[0]["tensor"], str(seen[0]["layer"]), int(seen[0]["step"])
+        return Broken(f"The first {tensor} that is not finite is that of {where}, at step {step}.", step, (where,))
+    if len(table) and (table["step"] >= event.step - 1).any():
         return Broken("The loss is not finite, and every recorded tensor is: look at the loss itself.", event.step)
-    if bad.any():
-        rows = np.flatnonzero(bad)
-        i = int(rows[np.argmin(table["step"][rows])])
-        where, step = str(table["layer"][i]), int(table["step"][i])
-        return Broken(
-            f"The first {table['tensor'][i]} that is not finite is that of {where}, at step {step}.", step, (where,)
-        )
     return None
 
 
@@ -709,39 +687,32 @@ NEEDS = MappingProxyType(
 """What is shown in place of the names of these facts, see `Facts.has`."""
 
 LAWS: tuple[Law, ...] = (
-    Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "input_hash"),
-    Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels_ignored_pct"),
-    Law("D6", "The labels are not the next tokens", _labels_shifted, True, "labels", "labels_ahead_1_pct"),
-    Law("D7", "Rows come again with other labels", _relabeled, True, "pairs", "rows_again_pct"),
-    Law("D4", "The same batch comes again and again", _same_batch, True, "data", "input_hash"),
-    Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters"),
-    Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
-    Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters"),
-    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, True, "graph", "moves"),
-    Law("O5", "Gradients are cleared at the wrong time", _kept_gradient, True, "zero_grad", "kept_gradient"),
-    Law(
-        "O6",
-        "The optimizer steps more than once, or forgets its moments",
-        _steps_again,
-        True,
-        "optimizer",
-        "extra_steps",
-    ),
-    Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "moves"),
-    Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "moves"),
-    Law("O13", "The steps are far too short", _lr_low, False, "raise_lr", "loss_longer", always=True),
-    Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "loss_tenth"),
-    Law("O14", "The losses of micro-batches make no mean", _summed, True, "divide", "loss_share"),
-    Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
-    Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "ranks"),
-    Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "train_forwards_in_eval_mode"),
-    Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "trace"),
-    Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "sees_later"),
-    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "mixes"),
-    Law("M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "padding|uncounted"),
-    Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", ""),
-    Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "softmax_twice"),
-    Law("M4", "The model begins far above a guess", _starts_high, True, "init", "trace"),
-    Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", ""),
+    Law("D1", "The batches hold infinities or NaN", _inputs_broken, "data", "input_hash"),
+    Law("D3", "The labels teach nothing", _labels_dead, "labels", "labels_ignored_pct"),
+    Law("D6", "The labels are not the next tokens", _labels_shifted, "labels", "labels_ahead_1_pct"),
+    Law("D7", "Rows come again with other labels", _relabeled, "pairs", "rows_again_pct"),
+    Law("D4", "The same batch comes again and again", _same_batch, "data", "input_hash"),
+    Law("O1", "No optimizer moves this model", _never_stepped, "optimizer", "parameters"),
+    Law("O2", "The learning rate is 0", _lr_zero, "schedule", "lr"),
+    Law("O3", "Some parameters do not train", _unheld, "optimizer", "parameters"),
+    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, "graph", "moves"),
+    Law("O5", "Gradients are cleared at the wrong time", _kept_gradient, "zero_grad", "kept_gradient"),
+    Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, "optimizer", "extra_steps"),
+    Law("O7", "Something else than the optimizer writes the weights", _written, "written", "moves"),
+    Law("O8", "Updates vanish in 16-bit weights", _vanish, "masters", "moves"),
+    Law("O13", "The steps are far too short", _lr_low, "raise_lr", "loss_longer", exact=False, always=True),
+    Law("O12", "The learning rate is too high", _lr_high, "lower_lr", "loss_tenth", exact=False),
+    Law("O14", "The losses of micro-batches make no mean", _summed, "divide", "loss_share"),
+    Law("G1", "The gradient explodes, and nothing clips it", _explodes, "clip", "grad_norm", exact=False),
+    Law("R1", "The ranks do not work as one", _ranks_part, "ranks", "ranks"),
+    Law("M6", "The training is in evaluation mode", _trains_in_eval, "train", "train_forwards_in_eval_mode"),
+    Law("M7", "The loss mixes up its samples", _every_pair, "shapes", "trace"),
+    Law("M8", "The model sees what it has to predict", _sees_answer, "mask", "sees_later"),
+    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, "rows", "mixes"),
+    Law("M10", "Masks, positions or labels do not fit the rows", _mask_leaks, "masks", "padding|uncounted"),
+    Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, "load", ""),
+    Law("M3", "Softmax is applied twice", _softmax_twice, "softmax", "softmax_twice"),
+    Law("M4", "The model begins far above a guess", _starts_high, "init", "trace"),
+    Law("M5", "A result is not finite", _loss_alone, "nonfinite", "", exact=False),
 )
 """In the order of computation: data, model and optimizer."""

@@ -69,8 +69,7 @@ class LossCurve:
     @cached_property
     def noise(self) -> float:
         """Standard deviation of losses around the running median."""
-        distance = self._apart[np.isfinite(self._apart)]
-        return GAUSSIAN * float(np.median(np.abs(distance))) if len(distance) else 0.0
+        return _spread(self._apart)
 
     @cached_property
     def _known(self) -> bool:
@@ -80,9 +79,7 @@ class LossCurve:
     def _early(self) -> float:
         """The noise up to the lowest loss: what happens later must not widen its own band."""
         lowest = int(np.argmin(self.smooth)) if len(self.smooth) else 0
-        part = self._apart[: max(lowest + 1, LEAST)]
-        part = part[np.isfinite(part)]
-        return GAUSSIAN * float(np.median(np.abs(part))) if len(part) else 0.0
+        return _spread(self._apart[: max(lowest + 1, LEAST)])
 
     @cached_property
     def rise(self) -> float:
@@ -211,7 +208,7 @@ class LossCurve:
         spikes: list[tuple[float, float]] = []
         at = 0
         while at < len(self.loss):
-            before = _median(self.loss[max(0, at - _BEFORE) : at])
+            before = self._before[at]
             if not (self.jumps[at] > _SPIKE and self.loss[at] - before > _RISE * abs(before)):
                 at += 1
                 continue
@@ -224,11 +221,12 @@ class LossCurve:
     @cached_property
     def jumps(self) -> Values:
         """Each loss above the median of the 5 before it, in standard deviations of the noise; NaN at first."""
-        jumps = np.full(len(self.loss), np.nan)
-        for i in range(1, len(self.loss)):
-            before = _median(self.loss[max(0, i - _BEFORE) : i])
-            jumps[i] = (self.loss[i] - before) / max(self.noise, 1e-3 * abs(before), 1e-12)
-        return jumps
+        least = max(self.noise, 1e-12)
+        return (self.loss - self._before) / np.maximum(least, 1e-3 * np.abs(self._before))
+
+    @cached_property
+    def _before(self) -> Values:
+        return np.array([_median(self.loss[max(0, i - _BEFORE) : i]) for i in range(len(self.loss))])
 
     @property
     def spike_rate(self) -> float:
@@ -259,8 +257,7 @@ class LossCurve:
         if not len(last) or not len(earlier):
             return math.nan, math.nan, math.nan
         late = float(np.median(last))
-        spread = GAUSSIAN * float(np.median(np.abs(last - late)))
-        return late, late - float(np.median(earlier)), spread / math.sqrt(len(last))
+        return late, late - float(np.median(earlier)), _spread(last - late) / math.sqrt(len(last))
 
 
 def _band(steps: Values, good: tuple[LossCurve, ...], *, smooth: bool) -> tuple[Values, Values]:
@@ -274,6 +271,12 @@ def _band(steps: Values, good: tuple[LossCurve, ...], *, smooth: bool) -> tuple[
     known = np.isfinite(highest)
     margin = np.maximum(_GAP * np.abs(np.where(known, highest, 0.0)), 4 * good[0].noise)
     return np.where(known, highest, math.inf), margin
+
+
+def _spread(distances: Values) -> float:
+    """Their standard deviation, if they are those to a median: by the median, which a few large ones do not move."""
+    known = distances[np.isfinite(distances)]
+    return GAUSSIAN * float(np.median(np.abs(known))) if len(known) else 0.0
 
 
 def _median(values: Any) -> float:
@@ -293,6 +296,11 @@ class Event:
     """The step from which the loss stays outside; None if it comes back."""
     sentence: str
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it has not come back."""
+        return self.kind != "leaves" or self.stays is not None
+
 
 def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.nan) -> Event | None:
     """The first thing that happens to a loss, told against its own noise or against a good run; None if nothing does.
@@ -310,12 +318,13 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
     """
     if not loss._known:
         return None
-    known = good is not None and bool(np.isfinite(good.loss).any())
-    at, stays = loss.exits(*([good] if known and good is not None else []))
-    broken = loss.steps[loss.broken]
-    first = float(broken[0]) if len(broken) else math.inf
+    if known := good is not None and good._known:
+        at, stays = loss.exits(good)
+    else:
+        at, stays = loss.exits()
+    first = float(np.min(loss.steps[loss.broken], initial=math.inf))
     apart = 0.0
-    if known and good is not None and math.isinf(stays):  # noise may hide a gap from every band
+    if good is not None and known and math.isinf(stays):  # noise may hide a gap from every band
         apart, _, error = loss.gap(good)
         if apart := apart if apart > max(_APART, 5 * error) else 0.0:
             stays = float(loss.steps[-(len(loss.steps) // 4)])

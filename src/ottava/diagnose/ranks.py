@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.calls import bare
 from ottava.diagnose.difference import Difference, settings_and_loop, some
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import Facts, bare
 
 _ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})
 """What one rank may do alone: a validation."""
@@ -29,7 +29,7 @@ def copies(facts: Facts, other: Facts) -> list[str]:
     A vector of equal numbers, such as the weight of a norm, has one hash whatever it belongs to. So all parameters of
     a module have to be equal, and one parameter of the model that is no constant.
     """
-    mine, theirs = ({bare(str(n)): h for n, h in (f.manifest.get("weights") or {}).items()} for f in (facts, other))
+    mine, theirs = facts.weights, other.weights
     split = {bare(str(p["name"])) for p in facts.parameters if p.get("sharded")}
     modules: dict[str, list[str]] = {}
     for name in mine.keys() & theirs.keys():
@@ -49,9 +49,7 @@ def parted(facts: Facts) -> Iterator[Difference]:
             found = [d for d in settings_and_loop(facts, other) if d.key not in _ONE_RANK]
             found += _weights(facts, other, same)
             for d in sorted(found, key=lambda d: d.step or 0):
-                yield Difference(
-                    d.kind, d.key, d.good, d.bad, f"Rank {rank} beside rank 0: {d.sentence}", d.step, d.where
-                )
+                yield replace(d, sentence=f"Rank {rank} beside rank 0: {d.sentence}")
         elif (one := _unequal_start(facts, other)) is not None:
             yield one
 
@@ -82,14 +80,11 @@ def _idle(facts: Facts) -> Iterator[Difference]:
 def same_batches(facts: Facts) -> bool:
     """Whether ranks that are copies of each other in all their weights trained on the same batches all the time."""
     for other in facts.ranks.values():
-        mine, theirs = facts.run.steps.get("input_hash"), other.run.steps.get("input_hash")
-        names = {bare(str(n)) for n in facts.manifest.get("weights") or {}}
-        if mine is None or theirs is None or not names or set(copies(facts, other)) != names:
+        shared = facts.beside(other, "input_hash")
+        if shared is None or not facts.weights or {*copies(facts, other)} != {*facts.weights}:
             continue
-        count = min(len(mine), len(theirs))
-        mine, theirs = mine[:count], theirs[:count]
-        known = np.isfinite(mine) & np.isfinite(theirs)
-        if known.sum() > 3 and (mine == theirs)[known].all():
+        steps, mine, theirs = shared
+        if len(steps) > 3 and (mine == theirs).all():
             return True
     return False
 
@@ -109,12 +104,10 @@ def _apart(a: float, b: float) -> bool:
 def _meet(facts: Facts, other: Facts) -> bool:
     """Whether the weights of two ranks part and are equal again, twice at least: each trains alone for some steps on
     purpose, and then they take one average."""
-    mine, theirs = (f.column("weights") for f in (facts, other))
-    if mine is None or theirs is None:
+    if (shared := facts.beside(other, "weights")) is None:
         return False
-    count = min(len(mine), len(theirs))
-    known = np.isfinite(mine[:count]) & np.isfinite(theirs[:count])
-    equal = (mine[:count] == theirs[:count])[known]
+    _, mine, theirs = shared
+    equal = mine == theirs
     return int((equal[1:] & ~equal[:-1]).sum()) > 1
 
 

@@ -36,20 +36,49 @@ def _lr(value: str) -> dict[str, str]:
 
 
 _LOAD = "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit."
+_ADVICE = MappingProxyType(
+    {
+        "data": "Look at the batches of these steps: print what the loader gives.",
+        "labels": "Look at the labels: shift, padding and ignore_index of the collator, and whether the data are "
+        "shuffled.",
+        "good_call": "Call the model with what the good run gives it: look at the collator and at what it drops.",
+        "good_parameters": "Give these parameters what they have in the good run, and train those that it trains.",
+        "pairs": "Shuffle inputs and labels by one permutation, and let one loader give both.",
+        "graph": "Look for detach(), no_grad() or an output that the loss does not use.",
+        "divide_once": "Divide in the loop, or let the library do it, as accelerate's backward does.",
+        "written": "Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop.",
+        "good_schedule": "Use the good run's learning rate of each step: look at both schedules.",
+        "good_rates": "Give each group its learning rate of the good run: here ${good} in place of ${bad}.",
+        "good_setting": "Use the good run's ${key}: ${good} in place of ${bad}.",
+        "good_weights": "Begin with the good run's weights, and check how they are loaded and laid out.",
+        "good_batch": "Give both runs the same batches: the seed, the order of workers, and the resumed position.",
+        "good_labels": "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100.",
+        "good_code": "Compare the code of the two runs at this place.",
+        "good_data": "Compare what makes these tensors in the two runs: data set, tokenizer, collator.",
+        "good_call_here": "Make ${key} as it is in the good run, which calls ${good} there, not ${bad}.",
+        "missing_call": "Make ${key} as it is in the good run, which calls ${good} there.",
+        "own_call": "Make ${key} as it is in the good run, which does not call ${bad} there.",
+        "thaw": "Let this layer train before the optimizer is made: by PEFT's modules_to_save, or "
+        "requires_grad_(True).",
+        "rows": "Look at the dimensions of softmax, mean, view and transpose: the first one is the batch.",
+        "masks": "Look at what the mask means: torch's key_padding_mask is True at padding, its attn_mask and Hugging "
+        "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100.",
+        "softmax": "Give the cross-entropy the logits, without a softmax.",
+        "init": "Look at the initial weights of the last layer, and at scales of embeddings and logits.",
+        "nonfinite": "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row.",
+        "software": "This is a bug of the software, not of the recipe. Report it with this run folder.",
+        "renew": "Make the FP8 copy again after each step of the optimizer.",
+        "site": "Give ${site} a scale of its present amax, or a narrower block, or leave it out.",
+        "outside": "Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks.",
+        "wire": "Give all ranks one scale before their codes are added (${site}), or send 16 bits.",
+        "derivative": "Mend the backward, or the forward: look at transposes, reshapes and scales of both, and try "
+        "them without casts.",
+    }
+)
+"""Remedies that are a sentence: a person looks, and no line makes the change."""
 REMEDIES: Mapping[str, Remedy] = MappingProxyType(
     {
-        # the training
-        "data": Remedy("Look at the batches of these steps: print what the loader gives."),
-        "labels": Remedy(
-            "Look at the labels: shift, padding and ignore_index of the collator, and whether the data are shuffled."
-        ),
-        "good_call": Remedy(
-            "Call the model with what the good run gives it: look at the collator and at what it drops."
-        ),
-        "good_parameters": Remedy(
-            "Give these parameters what they have in the good run, and train those that it trains."
-        ),
-        "pairs": Remedy("Shuffle inputs and labels by one permutation, and let one loader give both."),
+        **{name: Remedy(text) for name, text in _ADVICE.items()},
         "optimizer": Remedy(
             "Make the optimizer from model.parameters() of the model that runs, after the last change of the model.",
             patch={"torch": "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"},
@@ -58,7 +87,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Look at the schedule: its number of steps, and who calls scheduler.step().",
             patch={"transformers": 'TrainingArguments(..., lr_scheduler_type="cosine", warmup_ratio=0.03)'},
         ),
-        "graph": Remedy("Look for detach(), no_grad() or an output that the loss does not use."),
         "zero_grad": Remedy(
             "Clear the gradients after each step.", patch={"torch": "optimizer.step()\noptimizer.zero_grad()"}
         ),
@@ -73,8 +101,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
                 "transformers": "loss = each.sum() / num_items_in_batch    # in compute_loss",
             },
         ),
-        "divide_once": Remedy("Divide in the loop, or let the library do it, as accelerate's backward does."),
-        "written": Remedy("Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop."),
         "masters": Remedy(
             "Keep FP32 master weights, or round updates stochastically.",
             cost="4 bytes a parameter",
@@ -87,21 +113,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "lower_lr": Remedy("Lower the learning rate to ${lr}, and warm it up.", patch=_lr("${lr}")),
         "good_lr": Remedy("Use the good run's learning rate, ${good}.", patch=_lr("${good}")),
-        "good_schedule": Remedy("Use the good run's learning rate of each step: look at both schedules."),
-        "good_rates": Remedy("Give each group its learning rate of the good run: here ${good} in place of ${bad}."),
-        "good_setting": Remedy("Use the good run's ${key}: ${good} in place of ${bad}."),
-        "good_weights": Remedy("Begin with the good run's weights, and check how they are loaded and laid out."),
-        "good_batch": Remedy(
-            "Give both runs the same batches: the seed, the order of workers, and the resumed position."
-        ),
-        "good_labels": Remedy(
-            "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
-        ),
-        "good_code": Remedy("Compare the code of the two runs at this place."),
-        "good_data": Remedy("Compare what makes these tensors in the two runs: data set, tokenizer, collator."),
-        "good_call_here": Remedy("Make ${key} as it is in the good run, which calls ${good} there, not ${bad}."),
-        "missing_call": Remedy("Make ${key} as it is in the good run, which calls ${good} there."),
-        "own_call": Remedy("Make ${key} as it is in the good run, which does not call ${bad} there."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
             patch={
@@ -115,9 +126,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no "
             "step stays under, a schedule of other units, a large eps, a loss divided twice or by more than it counts.",
             patch=_lr("${raised}"),
-        ),
-        "thaw": Remedy(
-            "Let this layer train before the optimizer is made: by PEFT's modules_to_save, or requires_grad_(True).",
         ),
         "unscale": Remedy(
             "Divide the gradients by the GradScaler's factor before they are clipped.",
@@ -141,11 +149,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Look at the attention mask and at its direction: a place may see itself and what is before it.",
             patch={"torch": "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"},
         ),
-        "rows": Remedy("Look at the dimensions of softmax, mean, view and transpose: the first one is the batch."),
-        "masks": Remedy(
-            "Look at what the mask means: torch's key_padding_mask is True at padding, its attn_mask and Hugging "
-            "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100."
-        ),
         "ranks": Remedy(
             "Average the gradients of copied weights over the ranks. Every rank needs the same settings and steps, and "
             "batches of its own.",
@@ -153,23 +156,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
                 "torch": "model = torch.nn.parallel.DistributedDataParallel(model)    # and call it, not model.module"
             },
         ),
-        "softmax": Remedy("Give the cross-entropy the logits, without a softmax."),
-        "init": Remedy("Look at the initial weights of the last layer, and at scales of embeddings and logits."),
-        "nonfinite": Remedy(
-            "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row."
-        ),
-        "software": Remedy("This is a bug of the software, not of the recipe. Report it with this run folder."),
-        "renew": Remedy("Make the FP8 copy again after each step of the optimizer."),
-        # the casts
         "arm": Remedy(
             "Train under ${name}: ${came}.", cost="what docs/performance.md says", patch={"ottava": "${code}"}
-        ),
-        "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
-        "outside": Remedy("Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks."),
-        "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
-        "derivative": Remedy(
-            "Mend the backward, or the forward: look at transposes, reshapes and scales of both, and try them without "
-            "casts."
         ),
         "current": Remedy(
             "Take scales from the present amax, in place of a history.",

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,8 @@ from ottava.measure.limits import (
     gradient_level,
     loss_taken,
 )
-from ottava.numerics.formats import E4M3, FORMATS
+from ottava.numerics.formats import E4M3, FORMATS, Format
+from ottava.recipe import TENSOR_OF
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
 _NEAR = 3  # steps
@@ -45,20 +46,11 @@ _MOST = 0.5  # of a tensor, as a norm
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
+_STEP = itemgetter("step")
 _GONE = 0.05  # of the elements of a gradient; 49 healthy runs of five blind sets have at most 0.5 %
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
-_OPERANDS = MappingProxyType(
-    {
-        ("fprop", "lhs"): "input",
-        ("fprop", "rhs"): "weight",
-        ("dgrad", "lhs"): "grad_output",
-        ("dgrad", "rhs"): "weight",
-        ("wgrad", "lhs"): "grad_output",
-        ("wgrad", "rhs"): "input",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -94,53 +86,44 @@ class Trial:
 def judge(facts: Facts, event: Event | None) -> Trial:
     """What the experiments of a run say about FP8's part in its event.
 
-    Example:
-        >>> import tempfile
-        >>> from ottava.record.reader import Run
-        >>> from ottava.record.writer import RunWriter
-        >>> with tempfile.TemporaryDirectory() as folder, RunWriter(f"{folder}/run") as writer:
-        ...     writer.describe(cast={"ran": False})
-        ...     writer.flush()
-        ...     judge(Facts(Run.open(f"{folder}/run")), None).part
-        'none'
+    Example: see `diagnose`.
     """
     outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
-    if (changed := _arrived(facts, outside) or (_changed(facts, outside, event) if outside else None)) is not None:
-        return changed
-    if event is not None and facts.loss.broken.any() and (hit := overflowed(facts)) is not None:
-        site = f"{hit[1].place[0]}:{hit[1].place[1]}"
-        said = f"In step {hit[0]} the cast at {hit[1].where} gets finite numbers and gives some that are not."
-        return Trial("guilty", (said,), hit[0], place=({"site": site},), hurts="tensor", sound=True)
-    if event is not None and facts.loss.broken.any() and (spoiled := _spoils(facts, event)) is not None:
-        return spoiled
-    if facts.casts is False and outside:
-        said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
-        return Trial("unknown", (said + _ways(facts),))
-    if facts.casts is False and (read := reads_codes(facts)) is not None:
-        return Trial("unknown", (f"No layer casts, but {read.where} reads FP8 numbers. No experiment tries that.",))
+    if (shown := _arrived(facts, outside) or _changed(facts, outside, event) or _spoils(facts, event)) is not None:
+        return shown
     if facts.casts is False:
-        count = len({str(line.get("step")) for line in facts.run.trace})
-        seen = "No layer casts. No step was traced, so a conversion by hand would not be seen."
-        if count:
-            seen = f"No layer casts, and no call of {count} traced steps converts to FP8. Other steps are not traced."
-        return Trial("none", (seen,))
-    refused = tuple(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused")[:2])
+        return _uncast(facts, outside)
     if (replayed := _replayed(facts, event)) is not None:
         return _placed(facts, replayed)
     shadows = _shadows(facts)
+    if not shadows and not facts.casts:
+        return Trial("none", ("No cast is recorded.",))
     if not shadows:
-        why = refused or ("No shadow step was taken, so nothing was tried.",)
-        return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
-    found = _shadowed(facts, event, shadows)
-    wrong = (
-        (_muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) if found.part != "guilty" else None
-    )
+        refused = tuple(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused")[:2])
+        return Trial("unknown", refused or ("No shadow step was taken, so nothing was tried.",))
+    found = _placed(facts, _shadowed(facts, event, shadows))
+    if found.part == "guilty":
+        return found
+    if (wrong := _muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) is not None:
+        return wrong
     # an average or a moment may lose what no gradient shows; a gradient that is converted on its way was tried
-    on_the_way = any(_number(e, "replay_error") > _TOUCHED for e in shadows)
-    if wrong is None and found.part == "innocent" and outside and not on_the_way:
+    if found.part == "innocent" and outside and not any(_number(e, "replay_error") > _TOUCHED for e in shadows):
         said = f"{found.tried[0]} The script converts to FP8 outside the model, too: {outside}.{_ways(facts)}"
         return replace(found, part="unknown", tried=(said,))
-    return wrong or _placed(facts, found)
+    return found
+
+
+def _uncast(facts: Facts, outside: str) -> Trial:
+    """Of a run whose layers do not cast: what else converts, or that nothing seen does."""
+    if outside:
+        said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
+        return Trial("unknown", (said + _ways(facts),))
+    if (read := reads_codes(facts)) is not None:
+        return Trial("unknown", (f"No layer casts, but {read.where} reads FP8 numbers. No experiment tries that.",))
+    seen = "No layer casts. No step was traced, so a conversion by hand would not be seen."
+    if count := len({line["step"] for line in facts.run.trace}):
+        seen = f"No layer casts, and no call of {count} traced steps converts to FP8. Other steps are not traced."
+    return Trial("none", (seen,))
 
 
 _TOUCHED = 0.01  # of the gradient's norm
@@ -148,7 +131,7 @@ _TOUCHED = 0.01  # of the gradient's norm
 
 def _ways(facts: Facts) -> str:
     """What was tried of a conversion outside of the model."""
-    tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
+    tried = [e for e in facts.experiments("optimizer") if _number(e, "error") >= 0]
     if not tried:
         return " No experiment tries that."
     if not tried[0]["error"]:
@@ -156,17 +139,27 @@ def _ways(facts: Facts) -> str:
     return f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
 
 
-def _spoils(facts: Facts, event: Event) -> Trial | None:
+def _spoils(facts: Facts, event: Event | None) -> Trial | None:
     """A conversion of the script that, up to the event, makes infinities or NaN of finite numbers."""
-    for entry in facts.experiments("shadow"):
-        for site, what in (entry.get("sites") or {}).items():
-            if entry["step"] <= event.step and (share := _number(what, "nonfinite")) > 0:
-                said = (
-                    f"In step {entry['step']} {spoken(str(site))} gets finite numbers, "
-                    f"and {100 * share:.2g} % of what it gives is not finite."
-                )
-                return Trial("guilty", (said,), entry["step"], place=({"site": site},), hurts="tensor", sound=True)
+    if event is None or not facts.loss.broken.any():
+        return None
+    if (hit := overflowed(facts)) is not None:
+        step, call = hit
+        said = f"In step {step} the cast at {call.where} gets finite numbers and gives some that are not."
+        return Trial("guilty", (said,), step, place=({"site": call.at},), hurts="tensor", sound=True)
+    for entry, site, what in _sites(facts.experiments("shadow")):
+        if entry["step"] <= event.step and (share := _number(what, "nonfinite")) > 0:
+            said = (
+                f"In step {entry['step']} {spoken(site)} gets finite numbers, "
+                f"and {100 * share:.2g} % of what it gives is not finite."
+            )
+            return Trial("guilty", (said,), entry["step"], place=({"site": site},), hurts="tensor", sound=True)
     return None
+
+
+def _sites(shadows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Mapping[str, Any]]]:
+    """(trial, place in the script, what its cast does to its tensor there)."""
+    return ((entry, str(site), what) for entry in shadows for site, what in (entry.get("sites") or {}).items())
 
 
 def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
@@ -174,25 +167,24 @@ def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
     tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
     names = sorted(n for n in set.intersection(*(names for names, _ in tried)) if facts.size(n) > _FEW)
     last = tried[-1][1]
-    sites = [{"site": str(s)} for s, what in (last.get("sites") or {}).items() if _number(what, "flushed") > _VANISHED]
+    sites = [{"site": site} for _, site, what in _sites([last]) if _number(what, "flushed") > _VANISHED]
     if names:
         said = (
             f"With casts the gradient of {some(names)} is zero in each of {len(tried)} trials, without them it is not."
         )
         place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
-        return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
-    lost, hurt = [_number(e, "lost") for e in shadows], damage(facts)
-    high, held = [x for x in lost if x > _GONE], [p.get("held") or {} for p in facts.parameters]
-    scaled = sorted({str(one["optimizer"]) for one in held if "betas" in one})
-    if not scaled or not (sites or hurt.layer) or len(high) < 2 or 2 * len(high) <= len(lost):
+        return Trial("guilty", (said,), last["step"], 1.0, place=tuple(place), sound=True)
+    high, hurt = [(x, e["step"]) for e in shadows if (x := _number(e, "lost")) > _GONE], damage(facts)
+    scaled = sorted({str(p["held"]["optimizer"]) for p in facts.parameters if "betas" in (p.get("held") or {})})
+    if not scaled or not (sites or hurt.layer) or len(high) < 2 or 2 * len(high) <= len(shadows):
         return None
+    most = 100 * max(high)[0]
     said = (
-        f"In {len(high)} of {len(lost)} trials casts make zero of up to {100 * max(high):.2g} % of the gradient's "
-        f"elements. They are small, and {some(scaled)} would move them as far as others."
+        f"In {len(high)} of {len(shadows)} trials casts make zero of up to {most:.2g} % of the gradient's elements. "
+        f"They are small, and {some(scaled)} would move them as far as others."
     )
     place = sites or [{"layer": hurt.layer}]
-    first = next(e for e, x in zip(shadows, lost, strict=True) if x > _GONE)  # from which on they do it
-    return Trial("guilty", (said,), int(first["step"]), place=tuple(place), hurts="tensor")
+    return Trial("guilty", (said,), high[0][1], place=tuple(place), hurts="tensor")  # from which on they do it
 
 
 def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
@@ -201,22 +193,20 @@ def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]
     A gradient as a whole may hide that: one large parameter outweighs all others, and an optimizer that divides by the
     size of each does not.
     """
-    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
-    early = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
-    tried = sorted((e for e in early if not _small(facts, e)), key=_step)
+    tried = [e for e in _halves(event, shadows)[0] if not _small(facts, e)]
     errors: dict[str, list[float]] = {}
-    for entry in tried:
-        for site, what in (entry.get("sites") or {}).items():
-            errors.setdefault(str(site), []).append(_number(what, "error"))
+    for _, site, what in _sites(tried):
+        errors.setdefault(site, []).append(_number(what, "error"))
     for site, values in errors.items():
         high = [e > _MOST for e in values]
         if high[-1] or 2 * sum(high) > len(high):
+            whole = max(float(e["error"]) for e in tried)
             said = (
                 f"In {sum(high)} of {len(high)} trials {spoken(site)} loses most of its tensor: it moves it by up to "
+                f"{100 * np.nanmax(values):.3g} % of itself. "
+                f"The gradient as a whole differs by at most {100 * whole:.3g} %."
             )
-            said += f"{100 * max(v for v in values if v == v):.3g} % of itself. The gradient as a whole differs by at "
-            said += f"most {100 * max(float(e['error']) for e in tried):.3g} %."
-            return Trial("guilty", (said,), _step(tried[-1]), place=({"site": site},), hurts="tensor")
+            return Trial("guilty", (said,), tried[-1]["step"], place=({"site": site},), hurts="tensor")
     return None
 
 
@@ -229,7 +219,7 @@ def _arrived(facts: Facts, outside: str) -> Trial | None:
                 f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
             )
             said += f"optimizer, though the backward gave numbers: the script converts to FP8 on the way: {where}."
-            return Trial("guilty", (said,), int(entry["step"]), place=({"outside": where},), sound=True)
+            return Trial("guilty", (said,), entry["step"], place=({"outside": where},), sound=True)
     return None
 
 
@@ -237,7 +227,7 @@ def _derived(facts: Facts) -> Trial | None:
     """A backward that somebody wrote around casts, and that is not the derivative of its forward without them."""
     tried = [e for e in facts.experiments("shadow") if math.isfinite(_number(e, "derivative"))]
     # a clamp that cuts numbers off has no derivative there, and a straight-through estimator has one
-    tried = [e for e in tried if all(_number(s, "clipped") < 1e-3 for s in (e.get("sites") or {}).values())]
+    tried = [e for e in tried if all(_number(what, "clipped") < 1e-3 for _, _, what in _sites([e]))]
     far = [e for e in tried if _number(e, "derivative") > _level(facts, e)]
     if not far or not beyond_chance(len(far), len(tried), 0.05, 0.05):
         return None
@@ -245,7 +235,7 @@ def _derived(facts: Facts) -> Trial | None:
     names = ", ".join(f"`{n}`" for n in worst.get("functions") or ())
     said = f"Without its casts the handwritten backward of {names} is not the derivative of its forward: at step "
     said += f"{worst['step']} the two gradients differ by {100 * worst['derivative']:.3g} %. One of the two is wrong."
-    return Trial("guilty", (said,), int(worst["step"]), worst["derivative"], place=({"function": names},), sound=True)
+    return Trial("guilty", (said,), worst["step"], worst["derivative"], place=({"function": names},), sound=True)
 
 
 def _number(entry: Mapping[str, Any], name: str) -> float:
@@ -256,32 +246,28 @@ def _number(entry: Mapping[str, Any], name: str) -> float:
 def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
     """Casts outside of the layers: the weights do not go where the optimizer's formula takes them, or the gradient that
     arrives is not the one that was computed."""
+    if not outside:
+        return None
+    place: tuple[Mapping[str, str], ...] = ({"outside": outside},)
     for entry in facts.experiments("optimizer"):
-        if (error := _error(entry)) is not None and error > WAY and entry.get("converts"):
+        if (error := _number(entry, "error")) > WAY and entry.get("converts"):
             said = f"From step {entry['from']} to {entry['step']} the weights do not go where the optimizer's formula "
             said += f"takes them in FP32 and without conversions: the two ways are {100 * error:.3g} % apart (level "
             said += f"{100 * WAY:.0f} %). The script converts to FP8 outside the model: {outside}."
-            place = ({"outside": outside},)
-            return Trial("guilty", (said,), int(entry["step"]), error, place=place, sound=True, hurts="updates")
+            return Trial("guilty", (said,), entry["step"], error, place=place, sound=True, hurts="updates")
     for step, error, _ in arrived(facts):
         if error > WAY:
             said = f"At step {step} the gradient at the optimizers differs by {100 * error:.3g} % from the average of "
             said += f"what the ranks computed, and the script converts to FP8 on the way: {outside}."
             return Trial("guilty", (said,), step, error, place=({"site": outside, "ranks": "all"},), sound=True)
     for entry in facts.experiments("shadow"):
-        error = entry.get("replay_error")
-        if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":
+        if (error := _number(entry, "replay_error")) > _level(facts, entry) and entry.get("tail") == "replayed":
             if event is not None and entry["step"] >= event.step:
                 return None
             said = f"At step {entry['step']} the gradient at the optimizer differs by {100 * error:.3g} % from that "
             said += f"of the backward, and the script converts to FP8 outside the model: {outside}."
-            return Trial("guilty", (said,), int(entry["step"]), float(error), place=({"outside": outside},))
+            return Trial("guilty", (said,), entry["step"], error, place=place)
     return None
-
-
-def _error(entry: Mapping[str, Any]) -> float | None:
-    value = entry.get("error")
-    return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None
 
 
 def _replayed(facts: Facts, event: Event | None) -> Trial | None:
@@ -293,48 +279,57 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
         if not entry.get("reproduces"):
             return None  # weaker than a shadow step
         limit = facts.loss.at_best(event.step) + facts.loss.rise
-        came, gone = not ran[-1] <= limit, without[-1] <= limit
+        if ran[-1] <= limit:
+            continue
         steps = f"Steps {entry['from']} to {entry['step']} were replayed: as they ran the loss reached {ran[-1]:.4g}"
         said = f"{steps}, in high precision {without[-1]:.4g}."
-        if not came:
-            continue
         others = [
             {"name": a["name"], "loss": a["losses"][-1], "inside": bool(a["losses"][-1] <= limit)}
             for a in entry["arms"]
             if a.get("name") not in ("as it ran", "high precision") and a.get("losses")
         ]
         tried = [f"Replayed under {a['name']}: {a['loss']:.4g}." for a in others]
-        return Trial("guilty" if gone else "innocent", (said, *tried), int(entry["step"]), arms=tuple(others))
+        part: Part = "guilty" if without[-1] <= limit else "innocent"
+        return Trial(part, (said, *tried), entry["step"], arms=tuple(others))
     return None
 
 
 def _shadows(facts: Facts) -> list[Mapping[str, Any]]:
     """Those of real casts."""
-    return [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _error(e) is not None]
+    return [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _number(e, "error") >= 0]
+
+
+def _halves(
+    event: Event | None, shadows: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The trials before the event, and those since: the loss of a step is made by the steps before it. A loss that
+    comes back has hurt nothing for good, so no trial of such a run is late."""
+    at = event.step if event is not None and event.lasts else math.inf
+    return [e for e in shadows if e["step"] < at], [e for e in shadows if e["step"] >= at]
+
+
+def _shown(part: Part, said: str, entry: Mapping[str, Any], **more: Any) -> Trial:
+    return Trial(part, (said,), entry["step"], float(entry["error"]), **more)
 
 
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
-    # the loss of a step is made by the steps before it
-    # a loss that comes back has hurt nothing for good: no trial of such a run is late
-    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
-    before = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
-    after = [e for e in shadows if event is not None and lasting and e["step"] >= event.step]
+    lasting, at = event is not None and event.lasts, math.inf if event is None else event.step
+    before, after = _halves(event, shadows)
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
     risk = 0.2 if any(float(e["error"]) > 3 * _level(facts, e) for e in hurt) else 0.05
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
-        first = [e for e in hurt if event is not None and e["step"] < event.step]
-        worst = max(first or hurt, key=lambda e: float(e["error"]))
-        found = Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+        worst = max([e for e in hurt if e["step"] < at] or hurt, key=lambda e: float(e["error"]))
+        found = _shown("guilty", _said(worst, facts), worst)
         # a loss that has not come back shows a state that was broken before the trial
-        broken = event is not None and all(event.step <= e["step"] < facts.loss.back(event.step) for e in hurt)
-        cleared = behind(facts, event.step, found) if broken and event is not None else found
-        if cleared.part == "innocent":
-            return cleared
+        if all(at <= e["step"] < facts.loss.back(at) for e in hurt):
+            cleared = behind(facts, at, found)
+            if cleared.part == "innocent":
+                return cleared
         # between the last that hurts and the event a trial is calm: scales had not settled, or batches were odd
-        last = max((e for e in before if event is None or e["step"] < event.step), key=_step, default=worst)
-        if lasting or float(last["error"]) > _level(facts, last) or last["step"] < max(map(_step, hurt)):
+        last = max((e for e in before if e["step"] < at), key=_STEP, default=worst)
+        if lasting or float(last["error"]) > _level(facts, last) or last["step"] < hurt[-1]["step"]:
             return found
         said = f"{found.tried[0]} At step {last['step']} it is {100 * float(last['error']):.3g} %: it passes."
         return replace(found, part="innocent", tried=(said,))
@@ -343,25 +338,22 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         norms = [float(n) for n in known[facts.steps <= max(event.step, facts.steps[0])] if math.isfinite(n)]
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
-        limit = facts.loss.at_best(event.step) + facts.loss.rise if event is not None else math.nan
-        if _hurts(facts, entry) and _number(entry, "loss_without") <= limit < _number(entry, "loss"):
+        hurts, limit = _hurts(facts, entry), facts.loss.at_best(at) + facts.loss.rise
+        if hurts and _number(entry, "loss_without") <= limit < _number(entry, "loss"):
             said = f"{_said(entry, facts)} The loss of its batch is {entry['loss']:.3g} with casts and "
             said += f"{entry['loss_without']:.3g} without, inside the band that it had left."
-            return Trial("guilty", (said,), int(entry["step"]), float(entry["error"]), sound=True)
+            return _shown("guilty", said, entry, sound=True)
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
-        if before and event is not None and entry["step"] > event.step + _NEAR:
-            if not (_hurts(facts, entry) or _takes(facts, entry)):
-                continue
-            said = f"{_said(entry, facts)} The loss had left at step {event.step}, so this does not say who began."
-            return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
-        blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
-        if _hurts(facts, entry):
-            if blown:
-                said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
-                return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
-            return Trial("guilty", (_said(entry, facts),), int(entry["step"]), float(entry["error"]))
-    if before and _takes(facts, last := max(before, key=_step)):
-        return Trial("guilty", (_said(last, facts),), int(last["step"]), float(last["error"]), hurts="loss")
+        if before and entry["step"] > at + _NEAR and (hurts or _takes(facts, entry)):
+            said = f"{_said(entry, facts)} The loss had left at step {at}, so this does not say who began."
+            return _shown("unknown", said, entry)
+        if hurts and float(entry.get("norm") or math.inf) <= _BLOWN * usual:
+            return _shown("guilty", _said(entry, facts), entry)
+        if hurts:
+            said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
+            return _shown("unknown", said, entry)
+    if before and _takes(facts, last := max(before, key=_STEP)):
+        return _shown("guilty", _said(last, facts), last, hurts="loss")
     worst = max(before or after, key=lambda e: float(e["error"]))
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
@@ -369,7 +361,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     if hurt and _level(facts, worst) > gradient_level(8):
         ends += f"; above it in {len(hurt)} of {len(before)}). "
         ends += "Whether so few bits are too coarse here, a run with more shows."
-        return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
+        return _shown("unknown", ends, worst)
     if hurt:
         ends += f"; above it in {len(hurt)} of {len(before)} only, as odd batches of a healthy run are)."
     else:
@@ -379,43 +371,37 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
         if over and noise is None and not _small(facts, worst):
-            return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
+            return _shown("unknown", ends, worst)
     exact = [(e, x) for e in before or after if (x := _number(e, "loss_without"))]
     dearer = [(_number(e, "loss") - x) / abs(x) for e, x in exact]
     if over and len(dearer) > 1 and min(dearer) > 0.01:
         ends += f" But with casts the loss of the same batch is higher, by {100 * max(dearer):.2g} % in one trial."
         ends = f"{ends} {damage(facts, sites=list(worst.get('sites') or ())).sentence}".rstrip()
-        return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
-    return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
+        return _shown("unknown", ends, worst)
+    return _shown("innocent", ends, worst)
 
 
-def _step(entry: Mapping[str, Any]) -> int:
-    return int(entry["step"])
-
-
-def behind(facts: Facts, began: int, trial: Trial, what: str = "The loss left") -> Trial:
+def behind(facts: Facts, began: float, trial: Trial, what: str = "The loss left") -> Trial:
     """What a trial of a state that had broken before it, at step `began`, says: that casts hurt, too.
 
     A trial within a few steps of that one says who began.
     """
-    tried = sorted(_shadows(facts), key=lambda e: int(e["step"]))
-    calm = list(itertools.takewhile(lambda e: not _hurts(facts, e), tried))
-    near = [e for e in calm if abs(e["step"] - began) <= _NEAR]
-    if not near:
+    calm = itertools.takewhile(lambda e: not _hurts(facts, e), _shadows(facts))
+    one = next((e for e in calm if abs(e["step"] - began) <= _NEAR), None)
+    if one is None:
         said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
         return replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
-    one = near[0]
     said = f"{_said(one, facts)} " + f"{what} at step {began}, so the casts did not begin it."
     if math.isfinite(trial.error) and trial.step is not None:
         said += f" At step {trial.step} they move it by {100 * trial.error:.3g} %: a consequence."
-    return Trial("innocent", (said,), int(one["step"]), float(one["error"]))
+    return _shown("innocent", said, one)
 
 
 def _bits(facts: Facts, entry: Mapping[str, Any]) -> int:
     """Those of the narrowest format that casts."""
     names = {str(f) for f in facts.table["format"]}
     bits = [FORMATS[name].bits for name in names if name in FORMATS]
-    if "fp4" in str(entry.get("recipe", "")) or "nvfp4" in str(entry.get("recipe", "")):
+    if "fp4" in str(entry.get("recipe", "")):
         bits.append(4)
     return min(bits, default=8)
 
@@ -429,8 +415,9 @@ def _small(facts: Facts, entry: Mapping[str, Any]) -> bool:
     norms = facts.column("grad_norm")
     if norms is None:
         return False
-    largest = float(np.max(norms[np.isfinite(norms) & (facts.steps <= _step(entry))], initial=0.0))  # later: a blow-up
-    return isinstance(entry.get("norm"), (int, float)) and bool(entry["norm"] < _STILL * largest)
+    # later: a blow-up
+    largest = float(np.max(norms[np.isfinite(norms) & (facts.steps <= entry["step"])], initial=0.0))
+    return _number(entry, "norm") < _STILL * largest
 
 
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
@@ -440,7 +427,7 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
     known = float(noise) if isinstance(noise, (int, float)) else None
     about = float(entry["error"]), known, entry.get("bias"), _bits(facts, entry)
     # rounding alone comes near the level in small models; then a cast must do worse than round, about that step
-    suspicious, step = gradient_hurts(*about, hidden=SUSPICIOUS), int(entry["step"])
+    suspicious, step = gradient_hurts(*about, hidden=SUSPICIOUS), entry["step"]
     return gradient_hurts(*about) or (suspicious and bool(damage(facts, since=step / 2, last=step).kind))
 
 
@@ -476,19 +463,16 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     found = [e for e in found if bool(e.get("of_loss")) == by_loss or (by_loss and e["step"] == trial.step)]
     if found:
         best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
-        place = tuple(
-            {**p, "operand": _OPERANDS.get((p.get("gemm"), p.get("operand")), p.get("operand")) or ""}
-            for p in best["set"]
-        )
-        before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
+        place = tuple({**p, "operand": _operand(p)} for p in best["set"])
+        here, before, after = named(place), _number(best, "error_before"), _number(best, "error_after")
         if best.get("of_loss"):
-            here, less = named(place), max(after, 0.0)
+            less = max(after, 0.0)
             said = f"With {here} in high precision the casts cost {less:.2g} of the loss in place of {before:.2g}."
             return replace(trial, tried=(*trial.tried, said), place=place)
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
-        said = f"With {named(place)} in high precision the gradient's error {fell}."
+        said = f"With {here} in high precision the gradient's error {fell}."
         if best["step"] != trial.step:
-            said = f"With {named(place)} in high precision the gradient's error of step {best['step']} {fell}."
+            said = f"With {here} in high precision the gradient's error of step {best['step']} {fell}."
         return replace(trial, tried=(*trial.tried, said), cured=after, place=place)
     if by_loss:
         return trial  # the gradient's worst parameters say nothing of the loss
@@ -499,6 +483,12 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     cast = [n for n in layers if not known or n in known]  # a norm behind a cast is hurt, too
     cast = [hurt.layer] if (hurt := damage(facts)).layer else cast  # what is before it may make its parameters' error
     return replace(trial, place=tuple({"layer": n} for n in cast[:1]))
+
+
+def _operand(part: Mapping[str, str]) -> str:
+    """The tensor that a side of a GEMM is."""
+    gemm, side = part.get("gemm") or "", part.get("operand") or ""
+    return TENSOR_OF[gemm, side][0] if (gemm, side) in TENSOR_OF else side
 
 
 def spoken(site: str) -> str:
@@ -546,15 +536,18 @@ class Damage:
     step: int | None = None
 
 
-_KINDS = (
-    ("clipped", "overflow_pct", lambda fmt: 0.1, "{value:.3g} % of the elements of {where} are clipped"),
-    ("flushed", "underflow_pct", flushed_limit, "{value:.3g} % of the elements of {where} underflow to zero"),
+_CLIPPED = "{value:.3g} % of the elements of {where} are clipped"
+_FLUSHED = "{value:.3g} % of the elements of {where} underflow to zero"
+_COARSE = "the median row of {where} keeps {value:.3g} dB: one scale must serve a few large values and all others"
+_KINDS: tuple[tuple[Any, str, Callable[[Any, Format | None], float], float, str], ...] = (
+    ("clipped", "overflow_pct", lambda value, fmt: value / 0.1, 1.0, _CLIPPED),
+    ("flushed", "underflow_pct", lambda value, fmt: value / flushed_limit(fmt or E4M3), 1.0, _FLUSHED),
+    ("coarse", "row_sqnr_p50_db", lambda value, fmt: critical_db(fmt) - value if fmt else math.nan, 0.0, _COARSE),
 )
-
-
+"""(kind, statistic, how bad a value is, the largest of a healthy cast, in words), the plainest first."""
 _OF_SITES: tuple[tuple[Any, str, str, float, str], ...] = (
-    ("clipped", "clipped", "overflow_pct", 1e-3, _KINDS[0][3]),
-    ("flushed", "flushed", "underflow_pct", 0.1, _KINDS[1][3]),
+    ("clipped", "clipped", "overflow_pct", 1e-3, _CLIPPED),
+    ("flushed", "flushed", "underflow_pct", 0.1, _FLUSHED),
     ("coarse", "error", "error_pct", 0.1, "a cast moves {where} by {value:.3g} %"),
 )
 
@@ -569,46 +562,33 @@ def damage(
         since, last: only looks of these steps.
         sites: of a script's own casts, asked first.
     """
-    table = facts.real_casts()
     for site in sites:
-        seen = [e["sites"][site] for e in facts.experiments("shadow") if site in (e.get("sites") or {})]
+        seen = [what for _, one, what in _sites(facts.experiments("shadow")) if one == site]
         for kind, name, metric, limit, text in _OF_SITES:
             if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
                 said = text.format(value=100 * value, where=f"the input of {spoken(site)}")
                 return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=metric, value=100 * value)
+    table = facts.real_casts()
     steps, among = np.asarray(table["step"]), [not layers or n in layers for n in table["layer"]]
-    keep = (steps >= since) & (steps <= last) & np.array(among, dtype=bool)
-    table = table.take(np.flatnonzero(keep))
-    if not len(table):
-        return Damage("", "")
-    for kind, metric, most, text in _KINDS:
-        values = np.asarray(table.metric(metric), dtype=np.float64)
-        over = values / [most(FORMATS.get(str(f), E4M3)) for f in table["format"]]
-        if np.isfinite(over).any() and np.nanmax(over) > 1:
-            return _damage(table, kind, metric, int(np.nanargmax(over)), values, text)
-    values = np.asarray(table.metric("row_sqnr_p50_db"), dtype=np.float64)
-    floors = np.array([critical_db(FORMATS[f]) if f in FORMATS else math.nan for f in table["format"]])
-    short = floors - values
-    if np.isfinite(short).any() and np.nanmax(short) > 0:
-        text = "the median row of {where} keeps {value:.3g} dB: one scale must serve a few large values and all others"
-        return _damage(table, "coarse", "row_sqnr_p50_db", int(np.nanargmax(short)), values, text)
+    table = table.take(np.flatnonzero((steps >= since) & (steps <= last) & np.array(among, dtype=bool)))
+    formats = [FORMATS.get(str(f)) for f in table["format"]]
+    for kind, metric, badness, limit, text in _KINDS if len(table) else ():
+        values = table.metric(metric)
+        bad = np.array([badness(*pair) for pair in zip(values, formats, strict=True)])
+        if np.isfinite(bad).any() and np.nanmax(bad) > limit:
+            i = int(np.nanargmax(bad))
+            layer, tensor, step = str(table["layer"][i]), str(table["tensor"][i]), int(table["step"][i])
+            said = text.format(value=values[i], where=f"{layer}.{symbol(tensor, str(table['direction'][i]))}")
+            said = f"{said[0].upper()}{said[1:]} (step {step})."
+            return Damage(kind, said, layer, tensor, metric, float(values[i]), step)
     return Damage("", "")
-
-
-def _damage(table: Any, kind: Any, metric: str, i: int, values: Any, text: str) -> Damage:
-    layer, tensor, step = str(table["layer"][i]), str(table["tensor"][i]), int(table["step"][i])
-    where = f"{layer}.{symbol(tensor, str(table['direction'][i]))}"
-    sentence = text.format(value=float(values[i]), where=where)
-    return Damage(
-        kind, f"{sentence[0].upper()}{sentence[1:]} (step {step}).", layer, tensor, metric, float(values[i]), step
-    )
 
 
 def forecast(facts: Facts) -> list[str]:
     """What simulated casts say about a model that does not cast: "If you switch this model to FP8"."""
     said = []
     for entry in facts.experiments("shadow"):
-        if entry.get("mode") == "simulated" and not entry.get("rank") and (error := _error(entry)) is not None:
+        if entry.get("mode") == "simulated" and not entry.get("rank") and (error := _number(entry, "error")) >= 0:
             said.append(
                 f"Under {entry.get('recipe')} the gradient of step {entry['step']} would differ by {100 * error:.3g} % "
                 f"(level {100 * _level(facts, entry):.0f} %)."

@@ -162,10 +162,10 @@ def predict(
         in_blocks = rows.take(np.flatnonzero(rows.has_histograms("below_row")))
         for recipe in recipes:
             spec: QuantizationSpec | None = getattr(getattr(recipe.for_layer(key.layer), gemm), side)
+            place = key.layer, key.tensor, key.direction, recipe.name
             if spec is None:
-                cell = (key.layer, key.tensor, key.direction, recipe.name, HIGH_PRECISION)
                 sums = (0.0, 0.0, math.inf, math.inf, 0.0)
-                predictions.append(Prediction(*cell, *sums, len(rows), clears=True, why="", cost=cell_cost(None)))
+                predictions.append(Prediction(*place, HIGH_PRECISION, *sums, len(rows), True, "", cell_cost(None)))
                 continue
             worst = _at_worst(spec) if assumed else spec
             recorded = rows if worst.granularity == PER_TENSOR else in_blocks
@@ -175,7 +175,7 @@ def predict(
                 numbers[name] = expect(recorded.tallies, worst, scale=scale) if enough else None
             notes = [scales.note] if spec.predicted and scales.note else []
             notes += ["worst case: the run has no cast of x.T"] if assumed and not spec.granularity.transposes else []
-            place, expected = (key.layer, key.tensor, key.direction, recipe.name), numbers[name]
+            expected = numbers[name]
             predictions.append(
                 _unknown(place, spec) if expected is None else judged(place, spec, recorded["step"], expected, notes)
             )
@@ -233,6 +233,9 @@ def cell_cost(spec: QuantizationSpec | None) -> float:
     return _COSTS.get(spec.scaling if spec.predicted else str(spec.granularity), _COST_OF_BLOCKS)
 
 
+_SHOWN = ("underflow_pct", "overflow_pct", "sqnr_db", "element_sqnr_db")
+
+
 def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     """One row per recipe, cheapest first: the layers that it clears, and its worst tensor with its numbers."""
     recipes: dict[str, list[Prediction]] = {}
@@ -250,12 +253,9 @@ def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
                 "recipe": name,
                 "clears": sum(layers.values()),
                 "layers": len(layers),
-                "cost": sum(cell.cost for cell in cells) / max(1, len(cells)),
+                "cost": sum(cell.cost for cell in cells) / len(cells),
                 "worst": f"{worst.layer} {SYMBOLS[worst.tensor]}" if worst else None,
-                "underflow_pct": worst.underflow_pct if worst else None,
-                "overflow_pct": worst.overflow_pct if worst else None,
-                "sqnr_db": worst.sqnr_db if worst else None,
-                "element_sqnr_db": worst.element_sqnr_db if worst else None,
+                **{number: getattr(worst, number, None) for number in _SHOWN},
             }
         )
     return sorted(rows, key=lambda row: row["cost"])
@@ -317,18 +317,16 @@ class _Scales:
 
 
 def _recording(table: Table) -> Recording:
-    tensors: dict[tuple[str, str], dict[int, float]] = {}
-    for layer, tensor, step, amax in zip(
-        table["layer"], table["tensor"], table["step"], np.asarray(table.tallies.amax), strict=True
-    ):
-        series = tensors.setdefault((layer, tensor), {})
-        series[int(step)] = max(series.get(int(step), 0.0), float(amax))
-    steps = sorted({step for series in tensors.values() for step in series})
-    amaxes = [[series.get(step, 0.0) for series in tensors.values()] for step in steps]
+    pairs = list(zip(table["layer"], table["tensor"], strict=True))
+    columns = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+    steps, rows = np.unique(table["step"], return_inverse=True)
+    amaxes = np.zeros((len(steps), len(columns)), dtype=np.float32)
+    cells: Any = rows, [columns[pair] for pair in pairs]
+    np.fmax.at(amaxes, cells, np.asarray(table.tallies.amax, dtype=np.float32))
     spec = RECIPES["delayed"].fprop.lhs
     assert spec is not None
-    named = tuple(RecordedTensor.of(layer, tensor, spec) for layer, tensor in tensors)
-    return Recording(named, tuple(steps), torch.tensor(amaxes, dtype=torch.float32).reshape(len(steps), len(named)))
+    named = tuple(RecordedTensor.of(layer, tensor, spec) for layer, tensor in columns)
+    return Recording(named, tuple(steps.tolist()), torch.from_numpy(amaxes))
 
 
 def _unknown(place: tuple[str, str, str, str], spec: QuantizationSpec) -> Prediction:
@@ -342,13 +340,7 @@ def _unknown(place: tuple[str, str, str, str], spec: QuantizationSpec) -> Predic
 def judged(
     place: tuple[str, str, str, str], spec: QuantizationSpec, steps: Array, expected: Expected, notes: list[str]
 ) -> Prediction:
-    """The prediction of one cell from the sums of each step.
-
-    Args:
-        place: layer, tensor, direction, recipe.
-        steps: (rows,).
-        notes: what the numbers stand on.
-    """
+    """The prediction of one cell from the sums of each step; notes: what the numbers stand on."""
     whole = Expected(*(np.asarray([column.sum()]) for column in vars(expected).values()))
     failures = []
     for floor in FLOORS:
@@ -441,11 +433,10 @@ def _casts(layer: str, recipe: Recipe, tensors: Mapping[str, Tensor]) -> dict[Pl
 
 
 def _sums(x: Tensor, x_q: QuantizedTensor) -> Any:
-    exact, near = x, x_q.dequantize(torch.float32).double()
-    used = exact.isfinite() & (exact != 0)
+    used = x.isfinite() & (x != 0)
     scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, (x.shape[0], x.shape[1])).double()
-    clipped = x_q.spec.format.clips(exact.abs(), scale_inv) & used
-    exact, near = exact[used], near[used]
+    clipped = x_q.spec.format.clips(x.abs(), scale_inv) & used
+    exact, near = x[used], x_q.dequantize(torch.float32).double()[used]
     error, relative = exact - near, (exact - near).abs() / exact.abs()
     columns = (used, near == 0, clipped, relative, relative.square(), exact.square(), error.square())
     return np.array([float(column.sum(dtype=torch.float64)) for column in columns])

@@ -368,14 +368,9 @@ def by_gradient(batch: Any, loss: Loss, *, gain: float = 0.05) -> Verify:
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:
-        cells = {name: layer.resolved for name, layer in ottava_layers(model).items()}
         replay = Replay(model, batch() if callable(batch) else batch, loss)
         reference = replay.run(None)
-        errors = []
-        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
-            outcome = replay.run(spelled_out({**cells, proposal.layer: recipe}))
-            errors.append(replay.compare(outcome, reference).error)
-        before, after = errors
+        before, after = (replay.compare(replay.run(one), reference).error for one in _sides(model, proposal))
         better = after <= before * (1 - gain) if proposal.evidence else after <= before * (1 + gain)
         return Verdict(better, f"gradient error {before:.4f} -> {after:.4f} on a replayed batch")
 
@@ -415,13 +410,12 @@ def by_fork(
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:
-        cells = {name: layer.resolved for name, layer in ottava_layers(model).items()}
         data = list(batches())
         start = Snapshot.take(model, optimizer, proposal.step, tuple(extras))
         means = []
-        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
+        for recipe in _sides(model, proposal):
             try:
-                with autocast(spelled_out({**cells, proposal.layer: recipe})):
+                with autocast(recipe):
                     losses = [float(train_step(batch)) for batch in data]
             finally:
                 start.restore(model, optimizer, tuple(extras))
@@ -432,6 +426,12 @@ def by_fork(
         return Verdict(better, f"mean loss {before:.4f} -> {after:.4f} in a fork of {len(data)} steps")
 
     return verify
+
+
+def _sides(model: nn.Module, proposal: Proposal) -> list[Recipe]:
+    """The recipe of the model without the change, and with it."""
+    cells = {name: layer.resolved for name, layer in ottava_layers(model).items()}
+    return [spelled_out(cells), spelled_out({**cells, proposal.layer: proposal.recipe.for_layer(proposal.layer)})]
 
 
 def _concerned(evidence: Sequence[Evidence], rows: Table) -> dict[str, set[str]]:
