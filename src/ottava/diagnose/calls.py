@@ -21,11 +21,14 @@ _WINDOW = 300  # calls behind a difference, to tell a call that one run makes al
 _ROUNDING = 2e-3  # relative: rounding of another order of sums, in the first step
 _COARSE = 3e-2  # the same of 16-bit results
 _NARROW = re.compile(r"float8_")
-_RANDOM = re.compile(
-    r"rand.*|normal|(.*_)?(normal|uniform)_|dropout[123]?d?|alpha_dropout|bernoulli_?|exponential_|multinomial"
-    r"|orthogonal_|gumbel_softmax|poisson"
-)
-"""Names of calls that draw random numbers."""
+_RANDOM = frozenset(
+    (
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
+        "uniform_", "bernoulli", "bernoulli_", "multinomial", "dropout", "dropout1d", "dropout2d", "dropout3d",
+        "alpha_dropout", "exponential_", "random_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_",
+        "xavier_uniform_", "xavier_normal_", "orthogonal_", "gumbel_softmax", "poisson",
+    )
+)  # fmt: skip
 _KEEPS = frozenset(
     (
         "detach", "clone", "contiguous", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "clamp",
@@ -59,6 +62,11 @@ class Call(NamedTuple):
     """Whether a backward may come through its result."""
 
     @property
+    def tensors(self) -> list[list[Any]]:
+        """Fingerprints of its results: dtype[shape], hash, mean, rms, projection, and how many are not finite."""
+        return [r for r in self.results if isinstance(r, list)]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What is equal in two runs of the same code on the same data, whatever its values."""
         shapes = tuple(r[0] if isinstance(r, list) else "" for r in self.results)
@@ -75,12 +83,12 @@ class Call(NamedTuple):
         source = f" (`{self.place[3]}`)" if self.place[3] else ""
         inside = f" in module {self.module}" if self.module else ""
         under = f" (called at {self._lines})" if self.place[6:] else ""
-        return f"{self.place[0]}:{self.place[1]}{source}{inside}{under}"
+        return f"{self.at}{source}{inside}{under}"
 
     @property
     def line(self) -> str:
         """FILE:LINE that a user can change; of a library's call the lines of the script that come to it."""
-        return self._lines if self.place[5:6] == (1,) and self.place[6:] else f"{self.place[0]}:{self.place[1]}"
+        return self._lines if self.place[5:6] == (1,) and self.place[6:] else self.at
 
     @property
     def _lines(self) -> str:
@@ -167,7 +175,7 @@ class Stale(NamedTuple):
     @property
     def sentence(self) -> str:
         """Where it was made, and where it is used."""
-        made, used = (f"{c.place[0]}:{c.place[1]} (`{c.place[3]}`)" for c in (self.made, self.used))
+        made, used = (f"{c.at} (`{c.place[3]}`)" for c in (self.made, self.used))
         inside = f" in {self.used.module}" if self.used.module else ""
         said = f"The FP8 copy of a weight that step {self.step - 1} made at {made} serves step {self.step} again,"
         return f"{said} at {used}{inside}, although the optimizer has changed the weight since."
@@ -230,16 +238,13 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
             # what needs no gradient is data, a metric or a look, and no loss
             if call.name not in _PAIRS or not call.gradient or (call.module and not call.name.endswith("_loss")):
                 continue
-            if len(call.arguments) < 2 or not (
-                column := _COLUMN.fullmatch(call.arguments[0]) or _COLUMN.fullmatch(call.arguments[1])
-            ):
-                continue
-            size = int(column[1])
-            row = call.arguments[1 if column.string == call.arguments[0] else 0]
-            if size < _SAMPLES or not row.endswith(f"[{size}]"):
+            texts = call.arguments[:2]
+            column = next((found for text in texts if (found := _COLUMN.fullmatch(text))), None)
+            size = int(column[1]) if column else 0
+            if column is None or size < _SAMPLES or not any(text.endswith(f"[{size}]") for text in texts):
                 continue
             made = [calls[s] for s in call.sources if s < len(calls)]
-            of = [c.name for c in made if c.results and isinstance(c.results[0], list) and c.results[0][0] == column[0]]
+            of = [c.name for c in made if c.tensors and c.tensors[0][0] == column[0]]
             if of and not any(name in _BROADCASTS for name in of) and "None" not in call.place[3]:
                 return step, call, size
     return None
@@ -268,10 +273,10 @@ def overflowed(facts: Facts) -> tuple[int, Call] | None:
     step, calls = min(_traces(facts).items(), default=(0, []))
 
     def broken(call: Call) -> bool:
-        return any(isinstance(r, list) and len(r) == 6 and r[5] > 0 for r in call.results)
+        return any(len(r) == 6 and r[5] > 0 for r in call.tensors)
 
     for call in calls if len(facts.steps) and step == facts.steps[0] else ():
-        narrow = any(isinstance(r, list) and _NARROW.match(r[0]) for r in call.results)
+        narrow = any(_NARROW.match(r[0]) for r in call.tensors)
         sources = [calls[i] for i in call.sources if 0 <= i < len(calls)]
         if narrow and broken(call) and sources and not any(map(broken, sources)):
             return step, call
@@ -287,10 +292,7 @@ def _trains(calls: Sequence[Call], entry: int) -> bool:
 
 
 def _moved(one: Call, other: Call) -> bool:
-    return any(
-        isinstance(a, list) and isinstance(b, list) and a[1:2] != b[1:2]
-        for a, b in zip(one.results, other.results, strict=False)
-    )
+    return any(a[1:2] != b[1:2] for a, b in zip(one.tensors, other.tensors, strict=False))
 
 
 def _as_large(one: Call, other: Call) -> bool:
@@ -332,9 +334,7 @@ def _casting(traces: Sequence[Sequence[Call]]) -> set[str]:
 
 
 def _narrow(call: Call) -> bool:
-    return any(map(_NARROW.match, call.arguments)) or any(
-        isinstance(r, list) and _NARROW.match(r[0]) for r in call.results
-    )
+    return any(map(_NARROW.match, (*call.arguments, *(r[0] for r in call.tensors))))
 
 
 def reads_codes(facts: Facts) -> Call | None:
@@ -367,8 +367,8 @@ def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, C
                 found = _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW], lambda c: (*c.key, c.place[3]))
                 if found[0] == "call":
                     return found
-            kind = "random" if _RANDOM.fullmatch(one.name) else "value"
-            return one.name if one.name in ("given", "gradient") else kind, one, other
+            kind = one.name if one.name in ("given", "gradient") else "random" if one.name in _RANDOM else "value"
+            return kind, one, other
     return None
 
 
@@ -437,12 +437,10 @@ def _apart(a: Any, b: Any) -> bool:
 def _told(step: int, kind: str, one: Call | None, other: Call | None, casting: set[str]) -> Parting:
     here = other or one
     assert here is not None
-    sentence = "".join(_sentence(kind, one, other))
-    alone = kind == "given" and None in (one, other)  # the place reads, and does nothing to it
-    cast = not alone and any(f"{c.place[0]}:{c.place[2]}" in casting for c in (one, other) if c is not None)
-    cast = cast or any(
-        "float8_" in text for c in (one, other) if c is not None for text in (*c.arguments, str(c.results))
-    )
+    sentence, calls = "".join(_sentence(kind, one, other)), [c for c in (one, other) if c is not None]
+    alone = kind == "given" and len(calls) == 1  # the place reads, and does nothing to it
+    cast = not alone and any(f"{c.place[0]}:{c.place[2]}" in casting for c in calls)
+    cast = cast or any("float8_" in text for c in calls for text in (*c.arguments, str(c.results)))
     return Parting(
         step, kind, f"Step {step}: {sentence}", here.line, here.module, cast,
         str(one or "nothing"), str(other or "nothing"),
@@ -505,7 +503,8 @@ def _values(one: Call, other: Call) -> str:
         return f"{b} against {a} in the good run"
     if str(a[0]).endswith("[]"):
         return f"{b[2]:.4g} against {a[2]:.4g} in the good run"
-    far = [(name, i) for name, i in (("rms", 3), ("mean", 2)) if abs(a[i] - b[i]) > 1e-3 * max(abs(a[3]), 1e-30)]
-    return f"{a[0]} " + next(
-        (f"{n} {b[i]:.4g} against {a[i]:.4g} in the good run" for n, i in far), "with other elements"
-    )
+    said = "with other elements"
+    for what, i in (("mean", 2), ("rms", 3)):
+        if abs(a[i] - b[i]) > 1e-3 * max(abs(a[3]), 1e-30):
+            said = f"{what} {b[i]:.4g} against {a[i]:.4g} in the good run"
+    return f"{a[0]} {said}"

@@ -39,7 +39,7 @@ from ottava.diagnose.loss import LossCurve
 from ottava.measure import limits
 from ottava.measure.layer_names import only_simulated, symbol
 from ottava.numerics.formats import E4M3, FORMATS
-from ottava.record.reader import Run, Table
+from ottava.record.reader import Run
 from ottava.record.schema import RunError
 
 Place = tuple[str, str, str]
@@ -199,9 +199,10 @@ _Side = dict[Place, _Series]
 def _series(run: Run, align: str) -> _Side:
     position = _tokens(run) if align == "tokens" else None
     series: _Side = {}
-    for slot, rows in _shown(run.table()).groups():
+    for slot, rows in run.table().groups():
         place = (slot.layer, slot.tensor, slot.direction)
-        if place in series:  # the same tensor under a second recipe
+        # the same tensor under a second recipe, and routers, which every framework leaves in high precision
+        if place in series or only_simulated(slot.layer, slot.source):
             continue
         order = np.argsort(rows["step"], kind="stable")
         steps = rows["step"][order]
@@ -248,12 +249,6 @@ def _renamed(side: _Side, reference: Sequence[str]) -> _Side:
     if not names and len(layers) == len(reference) and not {*layers} & {*reference}:
         names = dict(zip(layers, reference, strict=True))
     return {(names.get(place[0], place[0]), *place[1:]): series for place, series in side.items()}
-
-
-def _shown(table: Table) -> Table:
-    """Without the simulated casts of routers, which every framework leaves in high precision."""
-    pairs = zip(table["layer"], table["source"], strict=True)
-    return table.take([i for i, (layer, source) in enumerate(pairs) if not only_simulated(str(layer), str(source))])
 
 
 def _walk(

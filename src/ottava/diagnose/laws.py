@@ -133,9 +133,8 @@ def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
         turn = len(seen) - int(np.argmin(seen[::-1])) if len(seen) else 0  # behind the last step that does not
         if len(seen) - turn >= _MANY and right[:turn].sum() > 0.9 * max(turn, _MANY):
             step = int(facts.steps[known][turn])
-            return Broken(
-                f"From step {step} on the labels ask at each place for {said}; before, for the next token.", step
-            )
+            told = f"From step {step} on the labels ask at each place for {said}; before, for the next token."
+            return Broken(told, step)
     return None
 
 
@@ -173,11 +172,9 @@ def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
     if repeated[1:].mean() < 0.8:
         return None
     first = facts.since(repeated)
-    whole = len(set(batches.tolist())) == 1
-    said = "Every step trains on the same batch" if whole else f"From step {first} on the batch repeats"
-    return Broken(
-        f"{said}: {len(set(batches.tolist()))} different batches in {len(batches)} steps.", first, grave=False
-    )
+    count = len(set(batches.tolist()))
+    said = "Every step trains on the same batch" if count == 1 else f"From step {first} on the batch repeats"
+    return Broken(f"{said}: {count} different batches in {len(batches)} steps.", first, grave=False)
 
 
 def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
@@ -203,9 +200,8 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     own, others = _own(facts), [p for p in facts.parameters if str(p["name"]).startswith(_OUTSIDE)]
     moves = facts.unmoved is not None and not {str(p["name"]) for p in own or facts.parameters} <= facts.unmoved
     if own and not any(p.get("held") for p in own) and others and not moves:
-        return Broken(
-            f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
-        )
+        said = f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
+        return Broken(said)
     steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
@@ -291,10 +287,8 @@ def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
         return lost
     if (hit := _counted(facts, "kept_gradient")).sum() < 2:
         return None
-    return Broken(
-        f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began.",
-        facts.since(hit),
-    )
+    said = f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began."
+    return Broken(said, facts.since(hit))
 
 
 def _lost_backwards(facts: Facts) -> Broken | None:

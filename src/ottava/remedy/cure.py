@@ -58,8 +58,8 @@ class Cures:
             # the derivative of a cast is zero nearly everywhere
             self._exact = Exact(None if cure["derivatives"] else cure["sites"])
             self._stack.enter_context(self._exact)
-        if cure["derivatives"] and self._exact is not None:
-            self._stack.enter_context(derivatives(self._exact.codes, {}))
+            if cure["derivatives"]:
+                self._stack.enter_context(derivatives(self._exact.codes, {}))
         if cure["load"]:
             load = nn.Module.load_state_dict
             nn.Module.load_state_dict = _renaming(load)  # type: ignore[method-assign]

@@ -274,15 +274,12 @@ class Fallback:
         real = table.where(source="door", phase="full") if len(table) else table
         bad: dict[str, list[Evidence]] = {}
         for limit in LIMITS:
-            values = real.metric(limit.metric)
-            for i, value in enumerate(values):
-                fmt = get_format(str(real["format"][i]))
-                if not limit.fails(value, fmt):
-                    continue
-                if real["layer"][i] in self._watched and (real["tensor"][i], real["direction"][i]) in CELL_OF:
-                    place = str(real["tensor"][i]), str(real["direction"][i])
-                    evidence = Evidence(*place, limit.metric, float(value), limit.limit(fmt), limit.unit)
-                    bad.setdefault(str(real["layer"][i]), []).append(evidence)
+            for i, value in enumerate(real.metric(limit.metric)):
+                name, tensor, direction, fmt = (str(real[key][i]) for key in ("layer", "tensor", "direction", "format"))
+                known = name in self._watched and (tensor, direction) in CELL_OF
+                if known and limit.fails(value, own := get_format(fmt)):
+                    number = Evidence(tensor, direction, limit.metric, float(value), limit.limit(own), limit.unit)
+                    bad.setdefault(name, []).append(number)
         return bad
 
     def _propose_worst(self, step: int, bad: Mapping[str, list[Evidence]], table: Table) -> list[Proposal]:
