@@ -40,8 +40,6 @@ _KEEPS = frozenset(
 _SAMPLES = 4  # of a batch; fewer may be something else
 _ORIGIN = re.compile("entry ([0-9]+) of the step before")
 _COLUMNS = ("loss", "grad_norm", "input_hash", "label_hash")
-
-
 DATA = "the data"
 """The place of what a model is given."""
 

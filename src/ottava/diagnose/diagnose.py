@@ -199,11 +199,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
 
 
 def _answers(
-    facts: Facts,
-    good: Facts | None,
-    happened: Event | None,
-    differ: Sequence[Difference],
-    frameworks: Sequence[str],
+    facts: Facts, good: Facts | None, happened: Event | None, differ: Sequence[Difference], frameworks: Sequence[str]
 ) -> tuple[list[Finding], Trial]:
     """All findings, the answer first, and the trial that stands beside them."""
     if any(d.kind == "recipe" for d in differ):  # a recipe that draws random numbers gives the script other batches
@@ -263,9 +259,14 @@ def _beside_good(
             hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
     works = next(iter(good.recipes), "") if good is not None and "door" in {*good.table["source"]} else ""
     if works in RECIPES and works not in facts.recipes:
-        cure = {"name": works, "came": "the good run does", "code": f'ottava.convert(model, "{works}")'}
-        hurt = replace(hurt, remedies=[render("arm", cure, frameworks, {"recipe": works}), *hurt.remedies])
+        hurt = replace(hurt, remedies=[_arm(works, "the good run does", frameworks), *hurt.remedies])
     return hurt
+
+
+def _arm(name: str, came: str, frameworks: Sequence[str]) -> dict[str, Any]:
+    """Another recipe, and what came of it."""
+    values = {"name": name, "came": came, "code": f'ottava.convert(model, "{name}")'}
+    return render("arm", values, frameworks, {"recipe": name} if name in RECIPES else None)
 
 
 def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequence[Difference]) -> Trial:
@@ -410,8 +411,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", "")))
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
-        "raise_lr": {"lr": times},
-        "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
+        "raise_lr": {"lr": times}, "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
     }  # fmt: skip
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
@@ -471,13 +471,8 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     """Remedies of damaged casts: those that were tried and cured first, with what they reached; then by the damage."""
     recipe = facts.recipes[0] if facts.recipes else "tensorwise"
     layers = trial.layers or ([hurt.layer] if hurt.layer else [])
-    cures = []
-    for arm in trial.arms:
-        if arm.get("inside"):
-            came = f"the loss is {arm['loss']:.4g}"
-            code = f'ottava.convert(model, "{arm["name"]}")'
-            known = {"name": arm["name"], "came": came, "code": code}
-            cures.append(render("arm", known, frameworks, {"recipe": arm["name"]} if arm["name"] in RECIPES else None))
+    tried = [arm for arm in trial.arms if arm.get("inside")]
+    cures = [_arm(arm["name"], f"the loss is {arm['loss']:.4g}", frameworks) for arm in tried]
     # whole layers: what hurts most in one step is not all that hurts in the others
     values = {
         "recipe": recipe,

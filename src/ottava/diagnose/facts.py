@@ -21,8 +21,6 @@ Values = npt.NDArray[Any]
 _MOVES = ("ratio", "still", "gradient", "weight", "spread", "written")
 GROUP_SETTINGS = ("lr", "weight_decay", "beta1", "beta2", "eps", "momentum")
 """Settings of an optimizer's group that a watch writes at every step."""
-
-
 _FROM_ZERO = 1e6  # the first step of a weight that begins at zero, as LoRA's, is no part of it
 
 

@@ -259,8 +259,7 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     names = [str(p["name"]) for p in _own(facts) if p.get("held")]
     if len(looks) < 2 or not names:
         return None
-    dead = [n for n in names if all(not (look.get(n) or {}).get("gradient", 0.0) > 0 for look in looks)]
-    dead = [n for n in dead if not any(math.isnan((look.get(n) or {}).get("gradient", 0.0)) for look in looks)]
+    dead = [n for n in names if all((look.get(n) or {}).get("gradient", 0.0) <= 0 for look in looks)]
     if (unmoved := facts.unmoved) is not None:  # what a look did not see may have moved since: phases, players, experts
         dead = [n for n in dead if n in unmoved or all(n in look for look in looks)]
     # an experiment says whether the backward gave none, or whether it was lost behind the backward

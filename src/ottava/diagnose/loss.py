@@ -91,7 +91,7 @@ class LossCurve:
         if not len(finite):
             return math.inf
         lowest = float(np.min(self.smooth[np.isfinite(self.smooth)], initial=math.inf))
-        fell = max(float(np.median(finite[:3])) - lowest, 0.0) if math.isfinite(lowest) else 0.0
+        fell = max(float(np.median(finite[:3])) - lowest, 0.0)
         return max(_RISE_NOISE * self._early, 0.1 * fell, 1e-9)
 
     def at_best(self, before: float) -> float:
@@ -131,12 +131,9 @@ class LossCurve:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
         if not self._known:
             return math.inf
-        first = int(np.flatnonzero(np.isfinite(self.loss))[0])
-        broken = np.flatnonzero(~np.isfinite(self.loss[first:]))
         # missing lines are NaN too, so the run must end without a finite loss
-        if len(broken) and not np.isfinite(self.loss[-min(3, len(self.loss)) :]).any():
-            last = int(np.flatnonzero(np.isfinite(self.loss))[-1])
-            return float(self.steps[min(last + 1, len(self.steps) - 1)])
+        if not np.isfinite(self.loss[-3:]).any():
+            return float(self.steps[int(np.flatnonzero(np.isfinite(self.loss))[-1]) + 1])
         if len(self.loss) < _FEW:
             return math.inf
         lowest = int(np.argmin(self.smooth))

@@ -50,8 +50,8 @@ def parted(facts: Facts) -> Iterator[Difference]:
             found += _weights(facts, other, same)
             for d in sorted(found, key=lambda d: d.step or 0):
                 yield replace(d, sentence=f"Rank {rank} beside rank 0: {d.sentence}")
-        elif (one := _unequal_start(facts, other)) is not None:
-            yield one
+        else:
+            yield from _unequal_start(facts, other)
 
 
 def _idle(facts: Facts) -> Iterator[Difference]:
@@ -164,7 +164,7 @@ def _why(facts: Facts, other: Facts, step: int) -> str:
     return f"{said}: nobody averaged them"
 
 
-def _unequal_start(facts: Facts, other: Facts) -> Difference | None:
+def _unequal_start(facts: Facts, other: Facts) -> Iterator[Difference]:
     """Ranks that get the same gradients from other batches should have the same weights."""
     for step, mine, theirs in _looks(facts, other):
         both = [n for n in mine if n in theirs and mine[n]["gradient"] > 0]
@@ -172,6 +172,5 @@ def _unequal_start(facts: Facts, other: Facts) -> Difference | None:
         weights = [n for n in equal if _apart(mine[n]["weight"], theirs[n]["weight"])]
         if len(both) > 1 and len(equal) == len(both) and weights:
             said = "Ranks share their gradients and hold other weights"
-            return Difference("ranks", "weight", 0.0, 1.0, f"{said}, in the look at step {step}.", step, tuple(weights))
-        return None
-    return None
+            yield Difference("ranks", "weight", 0.0, 1.0, f"{said}, in the look at step {step}.", step, tuple(weights))
+        return

@@ -192,11 +192,8 @@ def thinned(table: Table, most: int) -> Table:
     """
     full = table.take(np.flatnonzero(table.has_histograms()))
     bad = [full.metric("underflow_pct"), full.metric("overflow_pct"), -full.metric("sqnr_db")]
-    members: dict[SlotKey, list[int]] = {}
-    for i, key in enumerate(full.keys()):
-        members.setdefault(key, []).append(i)
     kept: set[int] = set()
-    for rows in members.values():
+    for rows in full.series().values():
         spread = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int)
         kept |= {rows[i] for i in spread}
         kept |= {rows[int(np.argmax(np.nan_to_num(column[rows], nan=-np.inf)))] for column in bad}

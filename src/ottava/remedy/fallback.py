@@ -33,8 +33,6 @@ from ottava.remedy.guard import EventLog, Spike
 Mode = Literal["propose", "apply"]
 CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """Tried in the order of cost; BF16 comes last."""
-
-
 LIMITS = (
     limits.Limit("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False),
     limits.Limit("overflow_pct", "%", lambda fmt: limits.PERCENT["overflow_pct"][1], above=False),
