@@ -206,8 +206,8 @@ def _answers(
         differ = [d for d in differ if not (d.kind == "batch" and d.step not in (None, 1))]
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
-    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(facts, trial, good)
     if good is not None:
+        trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(facts, trial, good)
         trial = _by_recipe(facts, good, happened, differ, _as_good(facts, good, happened, trial))
     hits = broken(facts, happened)
     kept = {} if good is None else {law.id: how for law, how in broken(good, None)}
@@ -288,10 +288,9 @@ def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequenc
     return replace(trial, part="unknown", tried=untried)
 
 
-def _parting(facts: Facts, trial: Trial, good: Facts | None) -> Trial:
+def _parting(facts: Facts, trial: Trial, good: Facts) -> Trial:
     """The trial; but casts that move the good run's gradient as far are not what parts the two runs."""
-    beside = None if good is None or trial.part != "guilty" else judge(good, None)
-    if good is None or beside is None or beside.part != "guilty" or not beside.error >= _AS_FAR * trial.error:
+    if trial.part != "guilty" or (beside := _as_far(good, trial)) is None:
         return trial
     # late in a good run its gradient is small, and any error is large beside it: steps of the same number are compared
     theirs, own = ({e["step"]: number_of(e.get("error")) for e in f.experiments("shadow")} for f in (good, facts))
@@ -302,6 +301,12 @@ def _parting(facts: Facts, trial: Trial, good: Facts | None) -> Trial:
         f"The casts of the good run move its gradient by {100 * beside.error:.3g} %, so they do not part the two runs."
     )
     return replace(trial, part="innocent", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
+
+
+def _as_far(good: Facts, trial: Trial) -> Trial | None:
+    """The trial of the good run, if its casts move its gradient as far."""
+    beside = judge(good, None)
+    return beside if beside.part == "guilty" and beside.error >= _AS_FAR * trial.error else None
 
 
 def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) -> Trial:
@@ -351,7 +356,7 @@ def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequen
     hurts = judge(facts, None)
     if hurts.part not in ("guilty", "unknown") or not hurts.error > 0:
         return trial
-    if (beside := judge(good, None)).part == "guilty" and beside.error >= _AS_FAR * hurts.error:
+    if _as_far(good, hurts) is not None:
         return trial
     said = f"{recipe.sentence} Nothing else does, so the good run shows that the casts do it."
     return replace(hurts, part="guilty", tried=(said, *hurts.tried))
@@ -407,7 +412,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
     remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
     values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
-    loaded = next((e for e in facts.run.training if e.get("kind") == "load"), {})
+    loaded = next(iter(facts.of_kind("load")), {})
     values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", "")))
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},

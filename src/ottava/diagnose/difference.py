@@ -92,8 +92,8 @@ def _evaluations(good: Facts, bad: Facts) -> Iterator[Difference]:
     """What forwards without a gradient are given, where the training of both runs is equal until then."""
 
     def of(facts: Facts) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-        modes = [e for e in facts.run.training if e.get("kind") == "mode" and not e.get("gradients")]
-        return {(e.get("step"), e.get("training")): e.get("given") or {} for e in modes}
+        modes = [e for e in facts.of_kind("mode") if not e.get("gradients")]
+        return {(e["step"], e.get("training")): e.get("given") or {} for e in modes}
 
     a, b = of(good), of(bad)
     for step, training in (key for key in b if key in a):

@@ -174,17 +174,19 @@ class Facts:
         """The optimizer's settings for a parameter; {} if no optimizer holds it, or nobody knows."""
         return (self._about.get(name) or {}).get("held") or {}
 
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        """What the watch wrote of the training: updates, modes of forwards, loads."""
+        return [e for e in self.run.training if e.get("kind") == kind]
+
     @cached_property
     def moves(self) -> dict[int, dict[str, dict[str, float]]]:
         """Step of a look -> parameter -> its update: ratio (update over weight), still, gradient, weight, spread,
         written; NaN for what is unknown."""
         found: dict[int, dict[str, dict[str, float]]] = {}
-        for event in self.run.training:
-            if event.get("kind") != "updates":
-                continue
+        for event in self.of_kind("updates"):
             names = [str(n) for n in event.get("parameters") or ()]
             columns = {k: event.get(k) or [math.nan] * len(names) for k in _MOVES}
-            rows = found.setdefault(int(event["step"]), {})
+            rows = found.setdefault(event["step"], {})
             for i, name in enumerate(names):
                 rows[name] = {k: number_of(c[i]) if i < len(c) else math.nan for k, c in columns.items()}
         return found

@@ -539,19 +539,17 @@ def _explodes(facts: Facts, event: Event | None) -> Broken | None:
 
 def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
     """A training that falls into evaluation mode, as after a validation, and stays there."""
-    values = facts.column("train_forwards_in_eval_mode")
-    kinds = {str(k) for e in facts.run.training if e.get("kind") == "mode" for k in e.get("random") or ()}
+    values, modes = facts.column("train_forwards_in_eval_mode"), facts.of_kind("mode")
+    kinds = {str(k) for e in modes for k in e.get("random") or ()}
     if values is None or not kinds:
         return None
-    evaluates = np.nan_to_num(values) > 0
-    inside = np.flatnonzero(~evaluates & np.isfinite(values))
+    inside = np.flatnonzero(values <= 0)
     start = int(inside[-1]) + 1 if len(inside) else 0
     if start == len(values) or len(values) - start < max(3, 0.2 * len(values)):
         return None
     first = int(facts.steps[start])
     said = f"From step {first} on every step trains in evaluation mode, so {', '.join(sorted(kinds))} stays"
-    modes = [e for e in facts.run.training if e.get("kind") == "mode" and e.get("gradients") and not e.get("training")]
-    fresh = any(e.get("fresh") for e in modes)
+    fresh = any(e.get("fresh") for e in modes if e.get("gradients") and not e.get("training"))
     ends = ", and its norms have statistics of no batch" if fresh and not start else ""
     # from the first step on it may be meant, as of pretrained statistics
     return Broken(f"{said} as in a validation{ends}.", first, grave=start > 0 or fresh)
@@ -606,13 +604,11 @@ def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _nothing_loaded(facts: Facts, event: Event | None) -> Broken | None:
-    loads = [e for e in facts.run.training if e.get("kind") == "load"]
-    if not loads:
+    if (one := next(iter(facts.of_kind("load")), None)) is None:
         return None
-    one = loads[0]
     named = f"it has {one['given']} as `{one['theirs']}`, the model {one['own']} as `{one['mine']}`"
     said = f"A checkpoint was loaded at step {one['step']}, and no name of it is one of the model: {named}."
-    return Broken(said, int(one["step"]), remedy="" if one["theirs"].endswith(f".{one['mine']}") else "names")
+    return Broken(said, one["step"], remedy="" if one["theirs"].endswith(f".{one['mine']}") else "names")
 
 
 def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
