@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +45,6 @@ _MOST = 0.5  # of a tensor, as a norm
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
-_STEP = itemgetter("step")
 _GONE = 0.05  # of the elements of a gradient; 49 healthy runs of five blind sets have at most 0.5 %
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
@@ -308,6 +306,10 @@ def _halves(
     return [e for e in shadows if e["step"] < at], [e for e in shadows if e["step"] >= at]
 
 
+def _step(entry: Mapping[str, Any]) -> int:
+    return int(entry["step"])
+
+
 def _shown(part: Part, said: str, entry: Mapping[str, Any], **more: Any) -> Trial:
     return Trial(part, (said,), entry["step"], float(entry["error"]), **more)
 
@@ -328,7 +330,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
             if cleared.part == "innocent":
                 return cleared
         # between the last that hurts and the event a trial is calm: scales had not settled, or batches were odd
-        last = max((e for e in before if e["step"] < at), key=_STEP, default=worst)
+        last = max((e for e in before if e["step"] < at), key=_step, default=worst)
         if lasting or float(last["error"]) > _level(facts, last) or last["step"] < hurt[-1]["step"]:
             return found
         said = f"{found.tried[0]} At step {last['step']} it is {100 * float(last['error']):.3g} %: it passes."
@@ -352,7 +354,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         if hurts:
             said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
             return _shown("unknown", said, entry)
-    if before and _takes(facts, last := max(before, key=_STEP)):
+    if before and _takes(facts, last := max(before, key=_step)):
         return _shown("guilty", _said(last, facts), last, hurts="loss")
     worst = max(before or after, key=lambda e: float(e["error"]))
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
@@ -539,17 +541,23 @@ class Damage:
 _CLIPPED = "{value:.3g} % of the elements of {where} are clipped"
 _FLUSHED = "{value:.3g} % of the elements of {where} underflow to zero"
 _COARSE = "the median row of {where} keeps {value:.3g} dB: one scale must serve a few large values and all others"
-_KINDS: tuple[tuple[Any, str, Callable[[Any, Format | None], float], float, str], ...] = (
-    ("clipped", "overflow_pct", lambda value, fmt: value / 0.1, 1.0, _CLIPPED),
-    ("flushed", "underflow_pct", lambda value, fmt: value / flushed_limit(fmt or E4M3), 1.0, _FLUSHED),
-    ("coarse", "row_sqnr_p50_db", lambda value, fmt: critical_db(fmt) - value if fmt else math.nan, 0.0, _COARSE),
+_KINDS: tuple[tuple[Any, str, float, str], ...] = (
+    ("clipped", "overflow_pct", 1.0, _CLIPPED),
+    ("flushed", "underflow_pct", 1.0, _FLUSHED),
+    ("coarse", "row_sqnr_p50_db", 0.0, _COARSE),
 )
-"""(kind, statistic, how bad a value is, the largest of a healthy cast, in words), the plainest first."""
+"""(kind, statistic, the largest `_badness` of a healthy cast, in words), the plainest first."""
 _OF_SITES: tuple[tuple[Any, str, str, float, str], ...] = (
     ("clipped", "clipped", "overflow_pct", 1e-3, _CLIPPED),
     ("flushed", "flushed", "underflow_pct", 0.1, _FLUSHED),
     ("coarse", "error", "error_pct", 0.1, "a cast moves {where} by {value:.3g} %"),
 )
+
+
+def _badness(kind: str, value: float, fmt: Format | None) -> float:
+    if kind == "coarse":
+        return critical_db(fmt) - value if fmt else math.nan
+    return value / (flushed_limit(fmt or E4M3) if kind == "flushed" else 0.1)
 
 
 def damage(
@@ -572,9 +580,9 @@ def damage(
     steps, among = np.asarray(table["step"]), [not layers or n in layers for n in table["layer"]]
     table = table.take(np.flatnonzero((steps >= since) & (steps <= last) & np.array(among, dtype=bool)))
     formats = [FORMATS.get(str(f)) for f in table["format"]]
-    for kind, metric, badness, limit, text in _KINDS if len(table) else ():
+    for kind, metric, limit, text in _KINDS if len(table) else ():
         values = table.metric(metric)
-        bad = np.array([badness(*pair) for pair in zip(values, formats, strict=True)])
+        bad = np.array([_badness(kind, *pair) for pair in zip(values, formats, strict=True)])
         if np.isfinite(bad).any() and np.nanmax(bad) > limit:
             i = int(np.nanargmax(bad))
             layer, tensor, step = str(table["layer"][i]), str(table["tensor"][i]), int(table["step"][i])
