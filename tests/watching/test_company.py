@@ -124,6 +124,7 @@ def test_a_watch_moves_to_the_next_thread(tmp_path: Path) -> None:
             thread.start()
             thread.join()
     assert len(Run.open(tmp_path).steps["step"]) == 6
+    assert not torch.overrides._get_current_function_mode_stack()  # this thread began a trace, which another one ended
 
 
 def test_a_second_model_in_the_first_step_has_written_nothing(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], left_at: in
 
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:
     """When the bad loss left the good run's band, for the first time and for good, and the last losses."""
-    a, b, *others = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
+    a, b, *others = map(LossCurve.of, (good, bad, *controls))
     common, mine, theirs = np.intersect1d(a.steps, b.steps, return_indices=True)
     result: dict[str, Any] = dict.fromkeys(("left_at", "diverged_at", "good", "bad", "gap"))
     finite = [i for i in range(len(common)) if math.isfinite(a.loss[mine[i]])]

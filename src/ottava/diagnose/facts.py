@@ -94,7 +94,7 @@ class Facts:
     @cached_property
     def loss(self) -> LossCurve:
         """The loss over steps."""
-        return LossCurve(self.steps, self.run.steps["loss"])
+        return LossCurve.of(self.run)
 
     def at(self, name: str, step: float) -> float:
         """A column's value at the last recorded step up to `step`; NaN if unknown."""

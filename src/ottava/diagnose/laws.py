@@ -641,6 +641,7 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         said = f"The first result that is not finite is {what}, {place} ({way}), at step {step}."
         if entry.get("brought"):
             said = f"The first operation that reads a NaN of no layer is {what}, {place} ({way}), at step {step}."
+            return Broken(said, step, (module,) if module else (), remedy="given")
         return Broken(said, step, (module,) if module else ())
     norm = facts.column("grad_norm")
     lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()

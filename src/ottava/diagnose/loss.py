@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.measure.limits import GAUSSIAN, LEAST
+from ottava.record.reader import Run
 
 Values = npt.NDArray[Any]
 _SPIKE = 6.0  # standard deviations
@@ -34,7 +35,7 @@ class LossCurve:
 
     Args:
         steps: ascending.
-        loss: same length; NaN if unknown.
+        loss: same length; NaN if unknown, infinite if it is known and no number.
 
     Example:
         >>> steps = np.arange(200)
@@ -45,6 +46,11 @@ class LossCurve:
     def __init__(self, steps: Values, loss: Values) -> None:
         self.steps = np.asarray(steps, dtype=np.float64)
         self.loss = np.asarray(loss, dtype=np.float64)
+
+    @classmethod
+    def of(cls, run: Run) -> LossCurve:
+        """The loss of a run; infinite where it was written and is none."""
+        return cls(run.steps["step"], np.where(run.broken("loss"), np.inf, run.steps["loss"]))
 
     @cached_property
     def broken(self) -> Values:
@@ -129,11 +135,11 @@ class LossCurve:
     @cached_property
     def diverged_at(self) -> float:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
-        if not self._known:
+        if not (self._known or self.broken.any()):
             return math.inf
         # missing lines are NaN too, so the run must end without a finite loss
         if not np.isfinite(self.loss[-3:]).any():
-            return float(self.steps[int(np.flatnonzero(np.isfinite(self.loss))[-1]) + 1])
+            return float(self.steps[int(np.flatnonzero(np.isfinite(self.loss)).max(initial=-1)) + 1])
         if len(self.loss) < _FEW:
             return math.inf
         lowest = int(np.argmin(self.smooth))
@@ -219,7 +225,8 @@ class LossCurve:
     def jumps(self) -> Values:
         """Each loss above the median of the 5 before it, in standard deviations of the noise; NaN at first."""
         least = max(self.noise, 1e-12)
-        return (self.loss - self._before) / np.maximum(least, 1e-3 * np.abs(self._before))
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            return (self.loss - self._before) / np.maximum(least, 1e-3 * np.abs(self._before))
 
     @cached_property
     def _before(self) -> Values:
@@ -313,7 +320,7 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
         >>> event(LossCurve(steps, 4 - steps / 20)) is None
         True
     """
-    if not loss._known:
+    if not (loss._known or loss.broken.any()):
         return None
     if known := good is not None and good._known:
         at, stays = loss.exits(good)

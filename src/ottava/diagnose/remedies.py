@@ -65,6 +65,7 @@ _ADVICE = MappingProxyType(
         "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100.",
         "softmax": "Give the cross-entropy the logits, without a softmax.",
         "init": "Look at the initial weights of the last layer, and at scales of embeddings and logits.",
+        "given": "Look at what this operation is given besides the layers' results: inputs, labels, weights, masks.",
         "nonfinite": "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row.",
         "software": "This is a bug of the software, not of the recipe. Report it with this run folder.",
         "renew": "Make the FP8 copy again after each step of the optimizer.",
@@ -171,7 +172,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "finer": Remedy(
             "Give ${names} finer scales: for every block or row.",
-            cost="about 5 to 15 % of the GEMM's time on H100",
+            cost="time: TransformerEngine measured 22.9 ms by blocks and 20.3 by tensors, on an H200",
             patch={
                 "ottava": 'recipe = ottava.get_recipe("${recipe}")${overrides}\nottava.convert(model, recipe)',
                 "te": "fp8_recipe = te.common.recipe.Float8BlockScaling()    # for all layers",

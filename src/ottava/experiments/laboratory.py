@@ -327,6 +327,7 @@ class Laboratory:
         self._elsewhere = self._met = False
         self._twin: OptimizerTwin | None = None
         self._twins = 0
+        self._strays: list[Trace] = []
         self._reasoned = not early  # it takes as long as several steps, which nobody has paid for
         self._started = time.perf_counter()
         self.seconds = 0.0
@@ -358,7 +359,8 @@ class Laboratory:
         if self._recorder is not None:
             self._recorder.backward(root, loss, gradient, retain)
         # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
-        elif self._every and not self._found_nonfinite and root.device.type == "cpu" and not loss.isfinite().all():
+        ask = bool(self._every) and not (self._why or self._found_nonfinite) and root.device.type == "cpu"
+        if ask and not loss.isfinite().all():
             with self._safely("nonfinite"), nothing_changes(()):
                 self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
 
@@ -418,6 +420,7 @@ class Laboratory:
             began = time.perf_counter()
             trace, self._trace = self._trace, None
             trace.close()
+            self._strays += [trace] if trace.stray else []
             self._converts = self._converts or trace.model
             # what the first step converts may be the loading of weights
             if trace.outside is not None and self._step > self._first + _TRACED:
@@ -438,6 +441,9 @@ class Laboratory:
     def drop(self) -> None:
         """Forgets what was captured."""
         self._look_away()
+        for stray in self._strays:  # of another thread, if this is the one
+            stray.leave()
+        self._strays = [stray for stray in self._strays if stray.stray]
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None

@@ -261,7 +261,15 @@ class _Graph:
         """Whether an operand is NaN that no operation of the graph made."""
         made = {name for name, (maker, _) in self._edges(node).items() if maker is not None} | _RESULTS
         alien = [x for name, x in self._kept[node].items() if name not in made]
-        return bool(_schemas(node)) and any(isinstance(x, Tensor) and _has_nan(x) for x in alien)
+        if bool(_schemas(node)) and any(isinstance(x, Tensor) and _has_nan(x) for x in alien):
+            return True
+        # a sum keeps no operand: its NaN is that of the one that nobody knows, if all others are numbers
+        makers = self._edges(node).values()
+        known = [self._moved(*edge) for edge in makers if edge[0] is not None]
+        numbers = all(x is not None and bool(x.isfinite().all()) for x in known)
+        value = self.value(node)
+        nan = value is not None and _has_nan(value)
+        return _operation_of(node) in _SUMS and len(known) < len(makers) and numbers and nan
 
     def operands(self, node: Any, wrong: Callable[[Tensor], bool]) -> str:
         """Operands that are not finite; else what the first wrong place was made of, if it was made place by place."""
@@ -320,6 +328,7 @@ def _nearest(node: Any, step: Callable[[Any], Iterable[Any]], module: Callable[[
     return ""
 
 
+_SUMS = frozenset({"add", "sub", "rsub"})
 _RESULTS = frozenset({"result", "result0", "output"})
 """What autograd calls the result of an operation, among the tensors it saved."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -352,11 +353,12 @@ class Below(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.active = False
+        self._thread = 0
         self._compiles: Any = None
 
     def enter(self) -> Self:
         """Begins to see calls; returns itself."""
-        self.active = True
+        self.active, self._thread = True, threading.get_ident()
         self.heed_compiler()
         if self not in _stack():
             others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
@@ -373,6 +375,11 @@ class Below(TorchFunctionMode):
             for one in others:
                 if one is not self:
                     torch.overrides._push_mode(one)
+
+    @property
+    def stray(self) -> bool:
+        """Whether another thread entered it, out of whose stack only that one can take it."""
+        return self._thread != threading.get_ident()
 
     def close(self) -> None:
         """Leaves for good."""

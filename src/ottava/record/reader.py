@@ -348,12 +348,21 @@ class Run:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
         has two lines, because the run was resumed, the later line counts. In a folder of `ottava train`, with the
         numbers of its metrics.jsonl. Of an older run without hashes of batches, which other runs do not share."""
-        of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
-        of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
-        lines = joined(of_watch, of_trainer, self.manifest)
+        lines = self._lines_of_steps
         if len(names := {key for line in lines for key in line}) > _MOST_NUMBERS:
             raise RunError(f"{self.path}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}")
         return _columns(lines)
+
+    @cached_property
+    def _lines_of_steps(self) -> list[dict[str, Any]]:
+        of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
+        of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
+        return joined(of_watch, of_trainer, self.manifest)
+
+    def broken(self, name: str) -> Any:
+        """Whether a number of each step was written and is not finite: in `steps` a missing one is NaN, too."""
+        written = [line.get(name) for line in self._lines_of_steps]
+        return np.array([one is not None and not math.isfinite(number_of(one)) for one in written], dtype=bool)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:

@@ -386,7 +386,7 @@ class Watch:
             if torch._C._get_tracing_state() is not None:  # torch.jit.trace would repeat it
                 return None
             try:
-                if not self._failed and self._at_home(given if closes else ()):
+                if not self._failed and self._at_home(given, closes):
                     with self.spent:
                         return hook(*given, **named)
             except self.OWN as error:
@@ -399,12 +399,12 @@ class Watch:
 
         return Hook(run)
 
-    def _at_home(self, steps: Sequence[Any]) -> bool:
+    def _at_home(self, given: Sequence[Any], steps: bool) -> bool:
         """Whether this is the thread that trains, or one of a backward.
 
-        It is the first in which an optimizer of the model stepped.
+        It is the first in which the given model ran, or, without one, an optimizer stepped.
 
-        steps: (the optimizer that steps, ...).
+        given: what a hook was called with: (module or optimizer, ...).
         """
         mine = threading.get_ident()
         if self._home == mine or torch._C._current_graph_task_id() != -1:
@@ -412,13 +412,11 @@ class Watch:
         if self._home is not None and any(thread.ident == self._home for thread in threading.enumerate()):
             if steps and not self._crowded:
                 self._crowded = True
-                self._warn("another thread trains, too; the watch follows the one whose optimizer stepped first")
+                self._warn("another thread trains, too; the watch follows the one that began first")
             return False
-        model = None if self._model is None else self._model()
-        own = None if model is None else {*map(id, model.parameters())}
-        held = (id(p) for optimizer in steps[:1] for group in optimizer.param_groups for p in group["params"])
-        self._home = mine if any(own is None or p in own for p in held) else None  # None: it has yet to step, or ended
-        return self._home is not None or not steps
+        begins = steps if self._model is None else bool(given) and given[0] is self._model()
+        self._home = mine if begins else None  # None: it has yet to begin, or has ended
+        return True
 
     def _fail(self, error: Exception) -> None:
         at, step = traceback.extract_tb(error.__traceback__)[-1], self.steps_done + 1
