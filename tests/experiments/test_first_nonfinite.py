@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.diagnose.diagnose import diagnose
+from ottava.experiments.laboratory import Laboratory
 from ottava.experiments.nonfinite import nan_in_graph
 from ottava.record.reader import Run
 
@@ -135,12 +137,43 @@ def test_the_graph_names_operation_operands_and_place(fault: str) -> None:
     assert (said, found["first"]) == (expected, " or " not in expected)
 
 
-def test_weights_that_are_lost_at_once_need_a_snapshot(tmp_path: Path) -> None:
+def test_weights_that_are_lost_at_once_need_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where a loss is not read before its backward; on a CPU the recorded step itself is repeated."""
+    (line,) = first(tmp_path / "on a CPU", "overflow", goes_on=False)
+    assert (line["module"], line["step"]) == ("up", 4)
+    monkeypatch.setattr(Laboratory, "backward", lambda self, *given: self._recorder and self._recorder.backward(*given))
     assert first(tmp_path / "without", "overflow", goes_on=False) == []
     why = [line["why"] for line in Run.open(tmp_path / "without").experiments if line["kind"] == "refused"]
     assert any("replay=20" in text for text in why)
     (line,) = first(tmp_path / "with", "overflow", goes_on=False, replay=2)
     assert (line["module"], line["step"]) == ("up", 4)
+
+
+@pytest.mark.parametrize("since", (1, 2, 3, 7))
+@pytest.mark.parametrize("what", ("log", "label"))
+def test_a_loss_that_is_lost_from_an_early_step_on_has_its_operation(tmp_path: Path, since: int, what: str) -> None:
+    """Recorded or not, and though no weight survives; a target that is NaN is nobody's operation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with ottava.watch(model, tmp_path):
+        for step in range(1, 10):
+            x = torch.randn(32, 16)
+            y, p = x.sum(1), model(x)[:, 0]
+            if step >= since and what == "label":
+                y[3] = torch.nan
+            if step >= since and what == "log":
+                p = (p - p.detach().max() - 1).log()
+            (p - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (line,) = [line for line in Run.open(tmp_path).experiments if line["kind"] == "nonfinite"]
+    assert (line["step"], line["behind"], line["brought"]) == (since, "2", what == "label")
+    assert line["operation"] == ("log" if what == "log" else "sub")
+    answer = diagnose(Run.open(tmp_path)).to_dict()
+    (found,) = answer["findings"]
+    assert f"is {line['operation']}, behind 2" in str(found)
+    assert found["severity"] == "critical"
 
 
 def test_a_gradient_is_found_in_the_backward(tmp_path: Path) -> None:

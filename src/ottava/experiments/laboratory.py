@@ -328,6 +328,7 @@ class Laboratory:
         self._twin: OptimizerTwin | None = None
         self._twins = 0
         self._strays: list[Trace] = []
+        self._in_graph: dict[str, Any] | None = None
         self._reasoned = not early  # it takes as long as several steps, which nobody has paid for
         self._started = time.perf_counter()
         self.seconds = 0.0
@@ -336,7 +337,7 @@ class Laboratory:
     def begin(self, step: int) -> None:
         """A step begins: captures it if it is one to experiment with."""
         self.drop()
-        self._step = step
+        self._step, self._in_graph = step, None
         if self._ring is not None:
             self._between(step, self._ring)
         self._why = self._reason(step)
@@ -360,9 +361,14 @@ class Laboratory:
             self._recorder.backward(root, loss, gradient, retain)
         # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
         ask = bool(self._every) and not (self._why or self._found_nonfinite) and root.device.type == "cpu"
-        if ask and not loss.isfinite().all():
-            with self._safely("nonfinite"), nothing_changes(()):
-                self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
+        if not ask or loss.isfinite().all():
+            return
+        with self._safely("nonfinite"), nothing_changes(()):
+            self._in_graph = nan_in_graph(root, self._name_of)
+        if self._recorder is not None and _alone():  # it can be repeated before its optimizer steps
+            self._why, self._last_trigger = "trigger: nonfinite", self._step
+        else:
+            self._tell_nonfinite(self._step, self._in_graph)
 
     def learned(self) -> None:
         """A model was met: its first forward begins."""
@@ -628,7 +634,7 @@ class Laboratory:
             player = Player(program, parameters)
             with nothing_changes(program.modules):
                 found = first_nonfinite(player, self._name_of_module, tail=player.tail)
-            self._tell_nonfinite(self._step, found)
+            self._tell_nonfinite(self._step, found or self._in_graph)  # a loss may have parts that are not repeated
             if found is None and not all(bool(p.isfinite().all()) for p in parameters):
                 self._refuse(
                     "nonfinite",
