@@ -566,11 +566,14 @@ def _led(laws: Sequence[Finding], placed: Sequence[Finding], kept: Mapping[str, 
     code parts: the law says what the place does."""
     place = next((f for f in placed if f.severity != "note"), None)
     own = [f for f in laws if f.severity != "note" and not (f.id in kept and kept[f.id].grave)]
-    return {
-        f.id: replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *place.remedies])
-        for f in own
-        if place is not None
-    }
+    found: dict[str, Finding] = {}
+    if place is None:
+        return found
+    for f in own:
+        said = {remedy["text"] for remedy in f.remedies}
+        more = [remedy for remedy in place.remedies if remedy["text"] not in said]
+        found[f.id] = replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *more])
+    return found
 
 
 def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     pairs = _same_parameters(good, bad)
     for kind in kinds:
         several = sum(n.startswith(f"{kind}/") for n in bad.groups) > 1
-        found: list[tuple[float, str, Difference]] = []
+        found: list[tuple[float, str, Difference, str]] = []
         for pair, held in pairs.items():
             names = [f"{kind}/{n}".removesuffix("/") for n in pair]
             if names[0] not in good.groups or names[1] not in bad.groups:
@@ -206,17 +206,18 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
             apart = np.flatnonzero(far > 1e-6)
             if len(apart):
                 i, step = int(apart[np.argmax(np.abs(a[apart] - b[apart]))]), int(common[apart[0]])
+                most = f", most at step {common[i]}" if far[i] > 2 * far[apart[0]] else ""
                 group = pair[1] if several and not held else ""
                 one = Difference("setting", kind, float(a[i]), float(b[i]), "", step, tuple(held), group)
-                found.append((float(far[i]), f"{b[i] / a[i]:.4g}" if a[i] else "", one))
+                found.append((float(far[i]), f"{b[i] / a[i]:.4g}" if a[i] else "", one, most))
         if found:
-            one = max(found, key=lambda one: one[0])[2]
-            if len(found) == len(pairs) and len({ratio for _, ratio, _ in found}) == 1:  # of no group alone
+            one, most = max(found, key=lambda one: one[0])[2:]
+            if len(found) == len(pairs) and len({ratio for _, ratio, *_ in found}) == 1:  # of no group alone
                 one = replace(one, where=(), group="")
             what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
             of = f" of {some(one.where)}" if one.where else f" of group {one.group}" if one.group else ""
             from_ = "" if one.step == common[0] else f", from step {one.step} on"
-            yield replace(one, sentence=f"The {what}{of} differs: {one.good:.4g} and {one.bad:.4g}{from_}.")
+            yield replace(one, sentence=f"The {what}{of} differs: {one.good:.4g} and {one.bad:.4g}{from_}{most}.")
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."

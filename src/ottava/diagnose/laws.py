@@ -374,6 +374,7 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
 
 _HALF = ("bfloat16", "float16")
 _LOST = 0.7  # of the way
+_RISEN = 10.0
 
 
 def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
@@ -390,7 +391,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     asked = [e for e in tried if e.get("why") != OVERSHOOTS]
     often = [(e, part) for e, part in parts if e in asked]
     if not made and not beyond_chance(len(often), len(asked)):
-        return _long_steps(facts, event)
+        return _only_rises(facts, event) or _long_steps(facts, event)
     one, part = (made or often)[0]
     said = (
         f"The step makes its own batch worse in {len(often)} of {len(asked)} trials{rate}, and a tenth of it better: "
@@ -470,6 +471,20 @@ _GONE = 0.002  # of the largest rate, before the last fifth of a run
 _RAISE = 30  # times: the trial is near the line up to about a hundred
 _SOON = 3  # steps from what makes an event to the event
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
+
+
+def _only_rises(facts: Facts, event: Event | None) -> Broken | None:
+    """A schedule that never falls, while the loss loses more than all that it had learned."""
+    rates, loss = facts.column("lr"), facts.loss
+    if event is None or not event.lasts or rates is None or not np.isfinite(rates).all() or (np.diff(rates) < 0).any():
+        return None
+    lowest, ends = int(np.argmin(loss.smooth)), float(loss.smooth[-1])
+    if rates[-1] < _RISEN * rates[lowest] or ends < loss.loss[0] + loss.rise:
+        return None
+    low, at, last = f"{rates[lowest]:.3g}", f"{loss.steps[lowest]:.0f}", f"{rates[-1]:.3g}"
+    said = f"The learning rate rises up to the end of the run: it is {low} at step {at}, and {last} at last."
+    said += f" The loss is {loss.smooth[lowest]:.3g} there, and {ends:.4g} at last; it began at {loss.loss[0]:.3g}."
+    return Broken(said, event.step, shown=True, remedy="falls")
 
 
 def _long_steps(facts: Facts, event: Event | None) -> Broken | None:

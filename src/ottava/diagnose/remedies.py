@@ -48,6 +48,7 @@ _ADVICE = MappingProxyType(
         "divide_once": "Divide in the loop, or let the library do it, as accelerate's backward does.",
         "written": "Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop.",
         "good_schedule": "Use the good run's learning rate of each step: look at both schedules.",
+        "falls": "Let the learning rate fall behind its warm-up: look at the factor of the schedule and at its unit.",
         "good_rates": "Give each group its learning rate of the good run: here ${good} in place of ${bad}.",
         "good_setting": "Use the good run's ${key}: ${good} in place of ${bad}.",
         "good_weights": "Begin with the good run's weights, and check how they are loaded and laid out.",
