@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from diagnose.test_diagnose import record, trial
+from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.loss import LossCurve, event
 
 STEPS = np.arange(1, 201)
@@ -104,3 +108,30 @@ def test_noise_hides_no_lasting_gap_to_a_good_run(seed: int, gap: float) -> None
     lasts = found is not None and found.stays is not None
     assert lasts == (gap > 1.1), found
     assert not lasts or "above the good run's" in found.sentence or "stays above" in found.sentence
+
+
+def test_a_schedule_that_only_rises_is_told_once_it_has_lost_more_than_was_learned(tmp_path: Path) -> None:
+    """A warm-up rises, too, and a loss that comes back to where it began, or a rate that falls again, is no proof."""
+
+    def said(name: str, loss: Callable[[int], float], rate: Callable[[int], float]) -> list[str]:
+        lines = (trial(5, 0.9), trial(20, 0.9))
+        run = record(tmp_path / name, lambda s: {"loss": loss(s), "lr": rate(s)}, experiments=lines)
+        return [finding.id for finding in diagnose(run).findings]
+
+    lost = lambda s: 4.0 - 0.1 * s if s < 15 else 2.6 * 1.3 ** (s - 15)  # noqa: E731
+    grows = lambda s: 1e-3 * 1.2**s  # noqa: E731
+    assert said("lost", lost, grows) == ["O12"]
+    assert said("warm-up", lambda s: 4.0 - 0.08 * s, grows) == []
+    assert said("falls again", lost, lambda s: grows(min(s, 60 - s))) == []
+    assert said("keeps a part", lambda s: lost(min(s, 16)), grows) == []
+
+
+def test_a_loss_that_was_never_a_number_has_happened(tmp_path: Path) -> None:
+    """Written as NaN in every step; a loss that nobody wrote is unknown."""
+    broken = record(tmp_path / "broken", lambda s: {"loss": math.nan})
+    unknown = record(tmp_path / "unknown", lambda s: {"loss": None})
+    assert diagnose(broken).event == "The loss is not finite from step 1 on."
+    assert diagnose(unknown).event == ""
+    assert diagnose(record(tmp_path / "late", lambda s: {"loss": None if s < 9 else math.inf})).event.endswith(
+        "step 9 on."
+    )

@@ -135,11 +135,11 @@ class LossCurve:
     @cached_property
     def diverged_at(self) -> float:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
-        if not (self._known or self.broken.any()):
-            return math.inf
+        if not self._known:
+            return float(np.min(self.steps[self.broken], initial=math.inf))
         # missing lines are NaN too, so the run must end without a finite loss
         if not np.isfinite(self.loss[-3:]).any():
-            return float(self.steps[int(np.flatnonzero(np.isfinite(self.loss)).max(initial=-1)) + 1])
+            return float(self.steps[int(np.flatnonzero(np.isfinite(self.loss))[-1]) + 1])
         if len(self.loss) < _FEW:
             return math.inf
         lowest = int(np.argmin(self.smooth))
