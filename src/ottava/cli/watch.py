@@ -169,7 +169,7 @@ def _print_summary(session: Watch, code: int, language: str, *, as_json: bool) -
     if as_json:
         answer(True, facts, "")
         return
-    said = f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
+    said = f"ottava watch: {facts['steps']} step{'s' * (facts['steps'] != 1)}, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
     said += f"{100 * session.overhead:.1f}% of the time; {session.folder}"
     if not session.steps_done:
         said += "\nottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It "
@@ -305,6 +305,10 @@ def table(
 
     if as_json and form not in (None, "json"):
         raise ValueError(f"--json: is --format json; got --format {form}, too")
+    if out is not None and not (as_json or form or out.suffix):
+        raise ValueError(
+            f"--out {out}: its name tells no format; end it in .txt, .csv, .json or .parquet, or add --format"
+        )
     form = "json" if as_json else form or (out.suffix[1:].replace("txt", "text") if out is not None else "text")
     need_known("--format", "format", form, _FORMS)
     if form == "parquet" and out is None:

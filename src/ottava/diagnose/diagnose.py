@@ -27,6 +27,7 @@ from ottava.diagnose.trials import Damage, Trial, behind, damage, forecast, judg
 from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
+from ottava.record.schema import FAILED
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
     {"fp8": (278, 293), "difference": (200, 238), "law": (226, 299), "software": (18, 20)}
@@ -597,7 +598,9 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
     last = int(facts.steps[-1]) if count else 0
     ended = facts.manifest.get("ended")
     end = f" The record stops after step {last}: the run did not end." if ended == "" else ""
-    if ended not in (None, "", "closed"):
+    if isinstance(ended, str) and (why := ended.removeprefix(FAILED)) != ended:
+        end = f" The watch ended after step {last} by an error of its own, and the training went on ({why})."
+    elif ended not in (None, "", "closed"):
         end = f" The run ended after step {last} with {str(ended)[:120]}."
     if isinstance(left := facts.manifest.get("unfinished"), Mapping):
         end = f" The script ended in step {left.get('step')} before a backward: its {left.get('what')} is not finite."
@@ -618,6 +621,8 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
         return f"No fault found in {count} steps. {happened.sentence} {meant} {part}{end}".replace("  ", " ")
     if happened is not None and (happened.stays is not None or compared or happened.kind == "flat"):
         return f"{happened.sentence} No law is broken, so the cause is not known. {part}{end}".replace("  ", " ")
+    if not count:
+        return f"The record has no step, so nothing is known of the run. {part}{end}"
     seen = "" if math.isnan(facts.coverage) else f" The watch saw {facts.coverage:.0f} % of the linear layers."
     steps = f"{count} step{'s' if count != 1 else ''}"
     return f"No fault found in {steps}. {part}{seen}{end}"

@@ -49,6 +49,8 @@ READABLE = (1, SCHEMA_VERSION)
 """Version 1 hashed batches in another way, and read the norm of the gradient after clipping; see `Run.steps`."""
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
 TRAINING, EXPERIMENTS, TRACE, RANKS = "training.jsonl", "experiments.jsonl", "trace.jsonl", "ranks"
+FAILED = "the watch failed: "
+"""Begins the `ended` of a manifest whose watch an error of its own has ended."""
 TRAINER_MANIFEST, TRAINER_STEPS = "manifest.json", "metrics.jsonl"
 """Files of `ottava train` in the same folder."""
 TRAINER_NUMBERS = frozenset({"loss", "grad_norm", "lr", "tokens", "seconds"})

@@ -144,6 +144,8 @@ def of_folder(folder: Path) -> Source:
     Raises:
         UntrustedError: the folder is damaged, or quantized in another way.
     """
+    if not folder.exists():
+        raise UntrustedError(f"{folder} does not exist; needs a checkpoint or a run of ottava train")
     if not (folder / "config.json").is_file():
         raise UntrustedError(f"{folder} has no config.json; needs a checkpoint or a run of ottava train")
     try:

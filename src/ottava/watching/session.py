@@ -41,7 +41,7 @@ from ottava.base.settings import ConfigError
 from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
 from ottava.record.reader import Run, Table
-from ottava.record.schema import MANIFEST, SlotKey
+from ottava.record.schema import FAILED, MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector, DumpPlan
@@ -108,6 +108,8 @@ def watch(
         >>> len(table.slots()), set(table["step"].tolist())
         (10, {1, 2})
     """
+    if isinstance(folder, str) and not folder.strip():
+        raise ConfigError(f"watch: folder is {folder!r}; needs a path, or None for runs/watch-DATE-TIME")
     path = Path(folder) if folder is not None else Path("runs") / f"watch-{datetime.now():%Y%m%d-%H%M%S}"
     if model is not None:
         need("watch", model, nn.Module, "a torch.nn.Module, or None for every layer of the process")
@@ -331,7 +333,7 @@ class Watch:
             self.writer.step(self.steps_done + 1, loss=math.nan)
             self.writer.describe(unfinished={"step": self.steps_done + 1, "what": what})
         self._describe_run(final=True)
-        self.writer.describe(ended=f"the watch failed: {self._failed}" if self._failed else ended)
+        self.writer.describe(ended=f"{FAILED}{self._failed}" if self._failed else ended)
         self.writer.close()
         for sink in self.sinks:
             sink.close()
@@ -427,7 +429,7 @@ class Watch:
         """Holds on to nothing, whatever else is broken."""
         hooks = [one.remove for one in self._hooks]
         taps = self.training.close, self.laboratory.drop, self.losses.detach, self._disarm
-        written = lambda: self.writer.describe(ended=f"the watch failed: {self._failed}"), self.writer.close
+        written = lambda: self.writer.describe(ended=f"{FAILED}{self._failed}"), self.writer.close
         for undo in (*hooks, *taps, *written):
             with contextlib.suppress(*self.OWN):
                 undo()
