@@ -169,7 +169,8 @@ def _print_summary(session: Watch, code: int, language: str, *, as_json: bool) -
     if as_json:
         answer(True, facts, "")
         return
-    said = f"ottava watch: {facts['steps']} step{'s' * (facts['steps'] != 1)}, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
+    steps = f"{facts['steps']} step{'s' * (facts['steps'] != 1)}"
+    said = f"ottava watch: {steps}, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
     said += f"{100 * session.overhead:.1f}% of the time; {session.folder}"
     if not session.steps_done:
         said += "\nottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It "
