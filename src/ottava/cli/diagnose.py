@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import columns
+from ottava.base.text import columns, grouped
 from ottava.cli.console import SpeaksOption, answer, spoken
 
 if TYPE_CHECKING:
@@ -395,9 +395,7 @@ def _predicted(run: Path, predictions: list[Prediction], best: dict[str, str | N
         lines.append(f"{row['recipe']:18}  {share:>7}  {_short(row['worst'] or '-', 22):22}  {numbers}")
     lines += ["(clears: of all layers; SQNR in dB; element: every element weighted alike)"]
     lines += ["", "cheapest recipe that clears the floors in every recorded step:"]
-    groups: dict[str, list[str]] = {}
-    for layer, name in best.items():
-        groups.setdefault(name or "none: keep in BF16", []).append(layer)
+    groups = grouped((name or "none: keep in BF16", layer) for layer, name in best.items())
     for name, members in groups.items():
         shown = ", ".join(members[:6]) + (f", ... ({len(members)} layers)" if len(members) > 6 else "")
         lines.append(f"  {name}: {shown}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.base.text import grouped
 from ottava.diagnose.calls import apart, equal_until, parting
 from ottava.diagnose.facts import Facts, bare
 
@@ -178,11 +179,9 @@ def _optimizers(good: Facts, bad: Facts) -> Iterator[Difference]:
 
 def _same_parameters(good: Facts, bad: Facts) -> dict[tuple[str, str], list[str]]:
     """(group in the good run, group in the bad run) -> the parameters that they hold; those of most elements first."""
-    found: dict[tuple[str, str], list[str]] = {}
     a, b = _by_name(good), _by_name(bad)
-    for name in (n for n in b if n in a and a[n].get("held") and b[n].get("held")):
-        pair = str(a[name]["held"].get("group", "")), str(b[name]["held"].get("group", ""))
-        found.setdefault(pair, []).append(name)
+    held = ((n, a[n].get("held"), b[n].get("held")) for n in b if n in a)
+    found = grouped(((str(x.get("group", "")), str(y.get("group", ""))), n) for n, x, y in held if x and y)
     size = {pair: sum(math.prod(b[n].get("shape") or [0]) for n in names) for pair, names in found.items()}
     if all(one == other for one, other in found):  # numbers of groups mean the same
         return {(n, n): [] for n in dict.fromkeys(name.partition("/")[2] for name in bad.groups)}

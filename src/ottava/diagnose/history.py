@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.base.text import grouped
 from ottava.numerics.formats import Format
 from ottava.numerics.scaling import ScaleFormat, compute_scale
 from ottava.record.amaxes import Recording, Setting
@@ -200,9 +201,7 @@ class _Casts:
 
 
 def _casts(recording: Recording) -> list[_Casts]:
-    kinds: dict[tuple[Format, ScaleFormat, int], list[int]] = {}
-    for row, tensor in enumerate(recording.tensors):
-        kinds.setdefault((tensor.format, tensor.scale_format, tensor.guard_bits), []).append(row)
+    kinds = grouped(((t.format, t.scale_format, t.guard_bits), row) for row, t in enumerate(recording.tensors))
     casts = []
     for kind, rows in kinds.items():
         amax = recording.amax[:, rows].t().contiguous()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.base.text import progress
+from ottava.base.text import grouped, progress
 from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts, Values
@@ -322,11 +322,8 @@ def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _written(facts: Facts, event: Event | None) -> Broken | None:
-    found: dict[str, list[int]] = {}
-    for step, rows in sorted(facts.moves.items()):
-        for name, row in rows.items():
-            if row["written"] > 0.01:
-                found.setdefault(name, []).append(step)
+    moves = ((name, step, row) for step, rows in sorted(facts.moves.items()) for name, row in rows.items())
+    found = grouped((name, step) for name, step, row in moves if row["written"] > 0.01)
     every = facts.steps[_counted(facts, "written")].tolist()
     if facts.column("written") is None:  # a record of version 1 has looks only
         every = sorted({s for seen in found.values() for s in seen})
@@ -355,10 +352,8 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
             return Broken(f"{said} lost in rounding.", entry["step"], tuple(halves))
     low = {n for p in facts.parameters if p.get("dtype") in _HALF and facts.size(n := str(p["name"])) > 64}
     looks = [rows for step, rows in facts.moves.items() if facts.at("lr", step) != 0]
-    still: dict[str, list[float]] = {}
-    for name, row in ((name, row) for rows in looks for name, row in rows.items()):
-        if name in low and math.isfinite(row["still"]):
-            still.setdefault(name, []).append(row["still"])
+    moved = ((name, row["still"]) for rows in looks for name, row in rows.items() if name in low)
+    still = grouped((name, value) for name, value in moved if math.isfinite(value))
     stuck = [n for n, values in still.items() if float(np.median(values)) >= 0.9]
     if not stuck or len(stuck) < 0.5 * len(still):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.base.text import grouped
 from ottava.diagnose.difference import Difference, settings_and_loop, some
 from ottava.diagnose.facts import Facts, bare
 
@@ -31,9 +32,7 @@ def copies(facts: Facts, other: Facts) -> list[str]:
     """
     mine, theirs = facts.weights, other.weights
     split = {bare(str(p["name"])) for p in facts.parameters if p.get("sharded")}
-    modules: dict[str, list[str]] = {}
-    for name in mine.keys() & theirs.keys():
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    modules = grouped((name.rpartition(".")[0], name) for name in mine.keys() & theirs.keys())
     whole = [names for names in modules.values() if not any(n in split or mine[n] != theirs[n] for n in names)]
     found = sorted(n for names in whole for n in names)
     first = next((rows for _, rows, _ in _looks(facts, other)), {})
@@ -133,10 +132,8 @@ def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference
 def arrived(facts: Facts) -> Iterator[tuple[int, float, float]]:
     """(step, distance of what arrived at the optimizers from the average over all ranks, and from a rank's own
     gradient), each the worst of the ranks, over its norm and with the factor that fits; by sketches, so within 10 %."""
-    steps: dict[int, list[Any]] = {}
-    for entry in facts.experiments("shadow"):
-        if entry.get("sketch") and entry.get("arrived"):
-            steps.setdefault(int(entry["step"]), []).append(entry)
+    told = (e for e in facts.experiments("shadow") if e.get("sketch") and e.get("arrived"))
+    steps = grouped((int(entry["step"]), entry) for entry in told)
     for step, entries in sorted(steps.items()):
         if len(entries) != 1 + len(facts.ranks) or len(entries) < 2:
             continue

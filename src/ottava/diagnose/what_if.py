@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ottava.base.text import finite, progress
+from ottava.base.text import finite, grouped, progress
 from ottava.diagnose.expected_error import Array, Expected, current_scale, expect
 from ottava.diagnose.history import predict_scales
 from ottava.measure import limits
@@ -235,9 +235,7 @@ _SHOWN = ("underflow_pct", "overflow_pct", "sqnr_db", "element_sqnr_db")
 
 def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     """One row per recipe, cheapest first: the layers that it clears, and its worst tensor with its numbers."""
-    recipes: dict[str, list[Prediction]] = {}
-    for cell in predictions:
-        recipes.setdefault(cell.recipe, []).append(cell)
+    recipes = grouped((cell.recipe, cell) for cell in predictions)
     rows = []
     for name, cells in recipes.items():
         layers: dict[str, bool] = {}

@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need
-from ottava.base.text import listed
+from ottava.base.text import grouped, listed
 from ottava.engine.autocast import Part
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.groups import (
@@ -650,10 +650,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
     lanes: (4, doors): amax, non-finite and guard, as `Quantizer.staged`, and 1 for a door that is due. For other doors
         all four are 0.
     """
-    groups: dict[tuple[QuantizationSpec, torch.device], list[int]] = {}
-    for index, door in enumerate(doors):
-        if door.spec is not None:
-            groups.setdefault((door.spec, door.staged.device), []).append(index)
+    groups = grouped(((door.spec, door.staged.device), i) for i, door in enumerate(doors) if door.spec is not None)
     for (spec, device), columns in groups.items():
         members = [doors[i] for i in columns]
         pack = members[0].pack

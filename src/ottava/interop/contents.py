@@ -38,7 +38,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ottava.base.text import columns, finite, progress
+from ottava.base.text import columns, finite, grouped, progress
 from ottava.base.untrusted import (
     MAX_DEPTH,
     MAX_PARTS,
@@ -145,10 +145,7 @@ def _row(row: TensorState) -> tuple[str, ...]:
 
 def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
     """Each remark once, with its tensors."""
-    about: dict[str, list[str]] = {}
-    for row in rows:
-        for text in getattr(row, field):
-            about.setdefault(text, []).append(f"{row.layer} {row.tensor}".strip())
+    about = grouped((text, f"{row.layer} {row.tensor}".strip()) for row in rows for text in getattr(row, field))
     for text, names in about.items():
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"{names[0]}{others}: {text}"

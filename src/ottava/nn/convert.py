@@ -36,6 +36,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ottava.base.errors import need, need_known, unknown_name
+from ottava.base.text import grouped
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.state import ScalingState
 from ottava.nn.attention import DotProductAttention
@@ -395,10 +396,8 @@ class Held(NamedTuple):
 
 def held_weights(model: nn.Module) -> list[Held]:
     """The parameters of a model that ottava layers multiply, each once, in the order of the model."""
-    layers: dict[int, list[tuple[str, QuantizedLayer]]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer):
-            layers.setdefault(id(module.parameter), []).append((name, module))
+    modules = dict(model.named_modules())
+    layers = grouped((id(m.parameter), (name, m)) for name, m in modules.items() if isinstance(m, QuantizedLayer))
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module._parameters.items():

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.base.files import replacing
-from ottava.base.text import columns, listed
+from ottava.base.text import columns, grouped, listed
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
 from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare
@@ -441,10 +441,8 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
             )
     aligned = align(a, b)
     moved = [{(r.key, r.call): r for r in rows} for rows in (*(align(a, n).rows for n in a.nudged), *again)]
-    usual: dict[str, list[float]] = {}
-    for row in aligned.rows:
-        if row.a.is_floating_point() and row.a.numel():
-            usual.setdefault(row.key.kind, []).append(_size(row.a))
+    floats = (row for row in aligned.rows if row.a.is_floating_point() and row.a.numel())
+    usual = grouped((row.key.kind, _size(row.a)) for row in floats)
     medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
     medians = {kind: size if math.isfinite(size) else 0.0 for kind, size in medians.items()}
     judged: list[Judged] = []

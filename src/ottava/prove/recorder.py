@@ -33,7 +33,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ottava.base.errors import need
-from ottava.base.text import to_json
+from ottava.base.text import grouped, to_json
 from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao
@@ -116,10 +116,7 @@ class StepRecording:
 
     def by_key(self) -> dict[Key, list[TensorSeen]]:
         """Key -> the entries of its calls, in order."""
-        found: dict[Key, list[TensorSeen]] = {}
-        for entry in self.entries:
-            found.setdefault(entry.key, []).append(entry)
-        return found
+        return grouped((entry.key, entry) for entry in self.entries)
 
     def save(self, folder: Path | str) -> None:
         """Writes rank0.json and rank0.safetensors (of other ranks alike), and the runs beside it in folders."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ottava.base.text import duration, listed, number, steps_text
+from ottava.base.text import duration, grouped, listed, number, steps_text
 from ottava.diagnose.compare import said_of_lead
 from ottava.diagnose.what_if import Prediction, cheapest, summary
 from ottava.measure.layer_names import starred, symbol
@@ -312,9 +312,7 @@ def what_if(predictions: Sequence[Prediction], runs: int = 1) -> dict[str, Any] 
             cells[p.recipe] = p  # the worse of both directions
     failing = {key: cells for key, cells in tensors.items() if not all(p.clears for p in cells.values())}
     order = sorted(failing, key=lambda key: -sum(not p.clears for p in failing[key].values()))
-    layers: dict[str, list[str]] = {}
-    for layer, name in cheapest(predictions).items():
-        layers.setdefault(name or "none of these", []).append(layer)
+    layers = grouped((name or "none of these", layer) for layer, name in cheapest(predictions).items())
     return {
         "recipes": summary(predictions),
         "cheapest": [(name, len(names), listed(names, most=3)) for name, names in layers.items()],
