@@ -31,16 +31,16 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (88_810, 48_000),
+        "Python lines in src": (88_950, 48_000),
         "files": (294, 200),
         "modules in the root": (3, 6),
-        "longest import chain": (28, 22),
+        "longest import chain": (27, 22),
         "modules behind import ottava.train.config": (21, 20),
         "modules behind ottava table": (15, 15),
-        "modules behind ottava export": (45, 60),
+        "modules behind ottava export": (40, 60),
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
-        "test lines": (76_800, 46_000),
+        "test lines": (77_400, 46_000),
         "benchmark lines": (4_990, 4_000),
     }
 )
