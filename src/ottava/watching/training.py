@@ -322,7 +322,7 @@ class TrainingTap:
         if self._frameworks is None:
             self._frameworks = driven_by(sys._getframe(1))
         self._hash_weights()
-        if (kept := self._kept.pop(id(optimizer), None)) is not None and self.knows(optimizer):
+        if (kept := self._kept.pop(id(optimizer), None)) is not None:
             before = self._numbers.get("kept_gradient", kept)  # of an optimizer that steps in this step, too
             self._numbers["kept_gradient"] = kept if before.device != kept.device else torch.maximum(kept, before)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
