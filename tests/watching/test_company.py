@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import ottava
+import warm
 from ottava.base.settings import ConfigError
 from ottava.cli.app import app
+from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
+from ottava.watching.session import Watch
 
 
 def network() -> nn.Sequential:
@@ -154,3 +158,74 @@ def test_models_that_follow_each_other_without_an_optimizer(tmp_path: Path) -> N
                 for p in model.parameters():
                     p.data.sub_(p.grad, alpha=0.1)
     assert len(Run.open(tmp_path).steps["step"]) >= 58  # of the last step of each model nothing tells
+
+
+LONELY = """
+import random, sys
+import torch
+import ottava
+import warm
+
+random.seed(0)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.LazyLinear(32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+step = torch.compile(lambda: optimizer.step(), backend="aot_eager") if "compiled" in sys.argv else optimizer.step
+watch = ottava.watch(model, sys.argv[2]) if sys.argv[1] == "watched" else None
+for _ in range(6):
+    model(torch.randn(8, 16)).square().mean().backward()
+    step()
+    optimizer.zero_grad()
+if watch:
+    watch.close()
+print(random.random(), torch.rand(()).item(), *(p.detach().double().sum().item().hex() for p in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_lazy_layers_compiled_steps_and_pythons_random(how: str, tmp_path: Path) -> None:
+    """A process of its own: rich draws from `random` when it is imported. Dynamo must not trace what a step tells."""
+    script = tmp_path / "train.py"
+    script.write_text(LONELY)
+    runs = [warm.run([str(script), word, str(tmp_path / "run"), how]) for word in ("unwatched", "watched")]
+    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout
+    assert len(Run.open(tmp_path / "run").steps["step"]) >= 5  # of a compiled step the next forward tells
+
+
+def test_a_dict_of_parameters_is_what_the_model_runs_with(tmp_path: Path) -> None:
+    model = network()
+    held = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(held.values(), lr=1e-2)
+    with ottava.watch(model, tmp_path):
+        for _ in range(12):
+            x = torch.randn(8, 16)
+            (torch.func.functional_call(model, held, (x,)) - x[:, :4]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(Run.open(tmp_path)).findings == []
+
+
+def test_warnings_that_are_errors_and_a_script_that_leaves_in_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "OWN", (UserWarning,))
+    model = nn.Linear(16, 4)
+    with warnings.catch_warnings(), ottava.watch(model, tmp_path / "warned") as seen:
+        warnings.simplefilter("error")
+        seen.modules.looked = lambda: warnings.warn("of the watch's own", stacklevel=1)  # type: ignore[method-assign]
+        train(model, 4)
+    assert "the watch failed: UserWarning" in Run.open(tmp_path / "warned").manifest["ended"]
+
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 8:
+                raise SystemExit
+            return super().forward(x)
+
+    with ottava.watch(model := Counted(16, 4), tmp_path / "counted"):
+        train(model, 7)
+    assert len(Run.open(tmp_path / "counted").steps["step"]) == 7

@@ -199,7 +199,8 @@ def _own(facts: Facts) -> list[Mapping[str, Any]]:
 def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     own, others = _own(facts), [p for p in facts.parameters if str(p["name"]).startswith(_OUTSIDE)]
     moves = facts.unmoved is not None and not {str(p["name"]) for p in own or facts.parameters} <= facts.unmoved
-    if own and not any(p.get("held") for p in own) and others and not moves:
+    elsewhere = bool(facts.manifest.get("functional"))  # they are what torch.func.functional_call runs the model with
+    if own and not any(p.get("held") for p in own) and others and not moves and not elsewhere:
         said = f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
         return Broken(said)
     steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")

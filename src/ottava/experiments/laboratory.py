@@ -518,7 +518,7 @@ class Laboratory:
                 yield
         except NotReplayableError as error:
             self._refuse(what, str(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script that counts its forwards may leave in one
             self._failures += 1
             lines = str(error).splitlines() or [""]
             self._refuse(what, f"the repetition failed: {type(error).__name__}: {lines[0][:300]}")

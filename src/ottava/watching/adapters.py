@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ottava.engine.functional import QuantizedLayer
 from ottava.numerics.formats import E4M3, E5M2
@@ -188,7 +189,7 @@ def _attention_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _or_empty(weight: Any) -> Tensor:
-    return weight if isinstance(weight, Tensor) else torch.empty(0, 0)
+    return weight if isinstance(weight, Tensor) and not is_lazy(weight) else torch.empty(0, 0)
 
 
 _TE = "transformer_engine"

@@ -16,6 +16,7 @@ import gc
 import logging
 import math
 import os
+import random
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -41,7 +43,7 @@ from ottava.base.settings import ConfigError
 from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
 from ottava.record.reader import Run, Table
-from ottava.record.schema import FAILED, MANIFEST, SlotKey
+from ottava.record.schema import FAILED, MANIFEST, RunError, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector, DumpPlan
@@ -117,7 +119,11 @@ def watch(
         step = int(Run.open(path).steps["step"].max(initial=0)) if append and (path / MANIFEST).is_file() else 0
     if not 0 <= step < _MOST_STEPS:
         raise ConfigError(f"watch: step is {step}; needs the optimizer steps done so far, 0 to {_MOST_STEPS - 1:,}")
-    return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
+    drawn = random.getstate()
+    try:
+        return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
+    finally:
+        random.setstate(drawn)  # rich draws a number when it is imported
 
 
 class Watch:
@@ -128,7 +134,9 @@ class Watch:
         read: brings a step's numbers to the host.
     """
 
-    OWN: tuple[type[Exception], ...] = (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError)
+    OWN: tuple[type[Exception], ...] = (
+        *(RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError, Warning),
+    )
     """Errors in a hook that end the watch alone. Others are meant: a setting that fits nothing, a full disk."""
     _failed = ""
     """The watch's own error, which has ended it."""
@@ -155,8 +163,9 @@ class Watch:
             self.rank = torch.distributed.get_rank()
         if model is not None:
             names = [name for name, module in model.named_modules() if module._parameters]
-            for name, parameter in model.named_parameters():  # each expert is a layer
-                names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
+            shapes = {name: () if is_lazy(p) else p.shape for name, p in model.named_parameters()}
+            for name, shape in shapes.items():  # each expert is a layer
+                names += [name, *(f"{name}.{i}" for i in range(shape[0] if len(shape) == 3 else 0))]
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
         self.writer.describe(**start_of_run(int(os.environ.get("WORLD_SIZE", "1"))), settings=config.to_dict())
@@ -383,7 +392,7 @@ class Watch:
         """
 
         def run(*given: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() and not closes:  # first: Dynamo traces what a forward calls
+            if torch.compiler.is_compiling():  # first: Dynamo traces what a forward or a compiled step calls
                 return None
             if torch._C._get_tracing_state() is not None:  # torch.jit.trace would repeat it
                 return None
@@ -392,7 +401,7 @@ class Watch:
                     with self.spent:
                         return hook(*given, **named)
             except self.OWN as error:
-                if error is self._theirs:
+                if error is self._theirs or isinstance(error, (ConfigError, RunError)):
                     raise
                 self._fail(error)
             if closes and self._failed:

@@ -17,13 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from ottava.base.errors import unknown_name
 from ottava.interop.event_file import EventWriter
@@ -35,6 +31,11 @@ from ottava.measure.tally import ROW_SQNR_BINS, ROW_SQNR_DB
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.record.reader import Table
 from ottava.record.schema import SlotKey
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table as RichTable
 
 _LOG = logging.getLogger(__name__)
 MAX_TAGS = 400
@@ -284,10 +285,17 @@ class TerminalSink(Sink):
     """A table of the worst tensors that stays in place; one line per look if the output is no terminal."""
 
     def __init__(self, run_dir: Path, *, top_k: int = 8, console: Console | None = None) -> None:
+        from rich.console import (
+            Console,  # rich draws from `random` when it is imported, so not by `import ottava.watch`
+        )
+
         self.console, self.top_k = console or Console(stderr=True), top_k
         self._live: Live | None = None
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
         if not self.console.is_terminal:
             self.console.print(Text("  ".join([_headline(step, rows, numbers), *map(_line, rows[:1])])), soft_wrap=True)
             return
@@ -308,6 +316,9 @@ def _line(row: Row) -> str:
 
 
 def _picture(step: int, rows: Sequence[Row], title: str) -> RichTable:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     picture = RichTable(title=title, title_justify="left", box=None, pad_edge=False)
     picture.add_column("layer", overflow="ellipsis", no_wrap=True)
     picture.add_column("tensor")

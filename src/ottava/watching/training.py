@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -123,6 +124,7 @@ class TrainingTap:
         self._steppers: dict[int, tuple[weakref.ref[Optimizer], float]] = {}
         self._restarts = self._shared = 0
         self._versions: list[Any] | None = None
+        self._functional = False
         self._before: tuple[list[Tensor], Tensor] | None = None
         self._left: tuple[list[Tensor], Tensor] | None = None
         self._written: tuple[list[Tensor], Tensor] | None = None
@@ -175,7 +177,7 @@ class TrainingTap:
         tables = {id(m._parameters.get("weight")) for m in root.modules() if isinstance(m, nn.Embedding)}
         lookups: set[str] = set()
         found: dict[Any, list[str]] = {}
-        for name, p in root.named_parameters(remove_duplicate=False):
+        for name, p in _named(root):
             lookups |= {name} if id(p) in tables else set()
             if p.dim() == 2 and plain(p)[0] is not None:
                 sample = _samples([p])
@@ -219,6 +221,7 @@ class TrainingTap:
         their place."""
         held = [p for _, p in self._parameters() if not p.is_inference()]
         if not all(isinstance(p, nn.Parameter) for p in held):
+            self._functional = True
             return None
         # what is written through p.data has no version; to read numbers on a GPU would wait
         read = [x for p in held if p.device.type == "cpu" and (x := plain(p)[0]) is not None]
@@ -539,6 +542,7 @@ class TrainingTap:
         if final:
             still = [(n, self._began.get(id(p)) == hash_of(p)) for n, p in self._parameters()]
             about["unmoved"] = sorted({n for n, same in still if same} - {n for n, same in still if not same})
+        about |= {"functional": True} if self._functional else {}
         about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
         if not self._configured:  # once: a search among all objects of the process takes a tenth of a second
             self._configured = configured([root for ref, _ in self._roots if (root := ref()) is not None])
@@ -572,7 +576,7 @@ class TrainingTap:
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for ref, _ in self._roots:
             if (root := ref()) is not None:
-                yield from root.named_parameters(remove_duplicate=False)
+                yield from _named(root)
 
     def _ties(self) -> list[dict[str, Any]]:
         """Matrices that are one parameter, or began as equal ones: whether they still are."""
@@ -591,6 +595,11 @@ class TrainingTap:
                 if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
                     ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
         return ties
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, each under every name; not those of lazy layers, which have no shape yet."""
+    return ((name, p) for name, p in root.named_parameters(remove_duplicate=False) if not is_lazy(p))
 
 
 def _left(parameters: Sequence[Tensor]) -> Tensor:
