@@ -12,6 +12,7 @@ import pytest
 from diagnose.test_diagnose import record, trial
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.loss import LossCurve, event
+from ottava.record.reader import Run, Table
 
 STEPS = np.arange(1, 201)
 
@@ -132,6 +133,8 @@ def test_a_loss_that_was_never_a_number_has_happened(tmp_path: Path) -> None:
     unknown = record(tmp_path / "unknown", lambda s: {"loss": None})
     assert diagnose(broken).event == "The loss is not finite from step 1 on."
     assert diagnose(unknown).event == ""
+    live = Run.of(tmp_path / "nowhere", {}, {"steps.jsonl": [{"step": 1, "loss": "nan"}, {"step": 2}]}, Table.of(2, {}))
+    assert LossCurve.of(live).broken.tolist() == [True, False]
     assert diagnose(record(tmp_path / "late", lambda s: {"loss": None if s < 9 else math.inf})).event.endswith(
         "step 9 on."
     )

@@ -185,6 +185,16 @@ def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
             model[0].weight.requantize_(model[0].weight.dequantize() * 2)
 
 
+def test_scales_that_are_read_anew_are_no_two_tensors_of_one_graph() -> None:
+    """Two weights with scales in bytes: Dynamo held the FP32 scales of one for those of the other, at random."""
+    for _ in range(4):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)))
+        ottava.convert(model, "mxfp8", weights="fp8")
+        compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(16, 64).bfloat16()
+        assert all(torch.equal(compiled(x), model(x)) for _ in range(3))
+
+
 def test_convert_keeps_parameters_and_names_what_it_leaves() -> None:
     """Identity, optimizers, gradients and ties stay; what stays in high precision has a reason in the report."""
 

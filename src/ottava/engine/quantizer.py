@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.pointwise import checksum
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.numerics.scaling import PER_TENSOR, amax
+from ottava.numerics.scaling import PER_TENSOR, amax, read_scales
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import CastPlan, cast_both, refuse_unmade
 from ottava.recipe import ATTENTION_TENSORS, TENSORS, Recipe
@@ -386,7 +386,7 @@ class WeightQuantizer(Quantizer):
             if lent is not None and lent.amax is not None and self.spec is not None:
                 self._see(lent.amax, x.scale_inv, record)
             elif recorded and self.spec is not None:  # a later BF16 weight finds a history
-                seen_amax = x.scale_inv.amax() * self.spec.format.max
+                seen_amax = read_scales(x.scales).amax() * self.spec.format.max
                 self._note(seen_amax, torch.zeros_like(seen_amax), record)
             if lent is not None:  # a forward without gradients, and saved tensors that a hook takes, are run again
                 lent.again = not recorded or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -249,6 +249,8 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
         AssertionError: ...
     """
     got = receipt(model)
+    if not 0 <= min_fraction <= 1:  # NaN neither
+        raise ValueError(f"assert_fp8: min_fraction is {min_fraction}; needs a share, 0 to 1")
     fraction = got.native_fraction if native else got.fp8_fraction
     if fraction < min_fraction:
         field = "native" if native else "fp8"

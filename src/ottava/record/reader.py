@@ -286,7 +286,7 @@ class Run:
             ([2.5], [], 0)
         """
         run = cls(path, manifest)
-        run.steps, run._raw, run.ranks = _columns([*lines.get(STEPS, ())]), table, [0]
+        run._lines_of_steps, run._raw, run.ranks = tuple(lines.get(STEPS, ())), table, [0]
         run.events, run.training, run.experiments, run.trace = (
             [dict(line) for line in lines.get(name, ())] for name in (EVENTS, TRAINING, EXPERIMENTS, TRACE)
         )
@@ -354,7 +354,7 @@ class Run:
         return _columns(lines)
 
     @cached_property
-    def _lines_of_steps(self) -> list[dict[str, Any]]:
+    def _lines_of_steps(self) -> Sequence[Mapping[str, Any]]:
         of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
         of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
         return joined(of_watch, of_trainer, self.manifest)

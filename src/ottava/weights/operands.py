@@ -7,6 +7,7 @@ import functools
 from torch import Tensor
 
 from ottava.kernels.gate import constant_in_graph
+from ottava.numerics.scaling import read_scales
 from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.ops.quantize import refuse_turn, turn
 from ottava.weights.parameter import QuantizedWeight, describe, stored_spec
@@ -72,7 +73,8 @@ def weight_operands(
             )
         if columnwise and not rowwise and lent.of_w_t is not None:
             return None, lent.of_w_t()
-    codes, scale_inv, own = weight.codes, weight.scale_inv, weight.spec
+    # not `weight.scale_inv`: Dynamo would guard on a tensor that is new, or another one, at each look
+    codes, scale_inv, own = weight.codes, read_scales(weight.scales), weight.spec
     two_scales = lent is not None and lent.w_t is not None
     col_key = None if col is None or not columnwise or two_scales else col.key
     reason, turned = _decided(own.key, None if row is None else row.key, col_key)
