@@ -415,6 +415,8 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
         return None
+    if event is not None and event.lasts and facts.at("lr", event.step) > _RISEN * facts.at("lr", tried[-1]["step"]):
+        return None  # trials of before say nothing of that step
     one, begins = tried[-1], tried[len(tried) - count]
     # with no reason on record a careful rate may be meant; at most rates a hundred steps at once are too far somewhere
     always = count == len(tried) > 2 and all(e.get("noise") is not None for e in tried)
@@ -479,7 +481,8 @@ def _only_rises(facts: Facts, event: Event | None) -> Broken | None:
         return None
     low, at, last = f"{rates[lowest]:.3g}", f"{loss.steps[lowest]:.0f}", f"{rates[-1]:.3g}"
     said = f"The learning rate rises up to the end of the run: it is {low} at step {at}, and {last} at last."
-    said += f" The loss is {loss.smooth[lowest]:.3g} there, and {ends:.4g} at last; it began at {loss.loss[0]:.3g}."
+    is_now = f"{ends:.4g}" if math.isfinite(ends) else "not finite"
+    said += f" The loss is {loss.smooth[lowest]:.3g} there, and {is_now} at last; it began at {loss.loss[0]:.3g}."
     return Broken(said, event.step, shown=True, remedy="falls")
 
 
