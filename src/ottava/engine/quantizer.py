@@ -97,7 +97,7 @@ class Quantizer(nn.Module):
         if spec is not None and spec.scaling == "current" and (cast_col is None or cast_col.scaling == "current"):
             row, col, _ = self.cast(x, cast_row, cast_col, plans=self.plans, beside=beside)
         # two cells with scales of their own are two casts: one history cannot predict both
-        elif cast_row is not None and cast_col is not None and cast_row != cast_col:  # each with a scale of its own
+        elif cast_row is not None and cast_col is not None and cast_row is not cast_col and cast_row != cast_col:
             row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
         elif spec is not None:
             row, col = self._predict(x, cast_row, cast_col, record)
@@ -149,10 +149,11 @@ class Quantizer(nn.Module):
 
     def scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
         """The factor of a cast; a recorded cast makes the buffers that it needs."""
-        if self.spec != spec and not record:
+        if self.spec is spec or self.spec == spec:  # mostly the same object, whose fields Python need not compare
+            return self.scale
+        if not record:
             return self._scale_under(spec, device)
-        if self.spec != spec:
-            self.prepare(spec, device)
+        self.prepare(spec, device)
         return self.scale
 
     def _see(self, seen: Tensor, scale_inv: Tensor, record: Record) -> None:

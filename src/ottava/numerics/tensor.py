@@ -137,7 +137,8 @@ class QuantizationSpec(RefusesUnknownFields):
         object.__setattr__(self, "repeatable", repeatable)
         settings = {name: value for name, value in self.to_dict().items() if name not in _HISTORY_FIELDS}
         object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
-        object.__setattr__(self, "_hash", hash(self._compared()))
+        compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(compared))
 
     def _refuse_rules(self) -> None:
         """Refuses transforms and rules for block scales where they have no meaning."""
@@ -162,18 +163,8 @@ class QuantizationSpec(RefusesUnknownFields):
                 f"that divide its size; got transform {self.transform}, granularity {self.granularity}"
             )
 
-    def _compared(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self) if f.compare)
-
     def __hash__(self) -> int:
         return self._hash  # kernels look up settings by spec
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:  # nine times in a step of one layer, and mostly so
-            return True
-        if not isinstance(other, QuantizationSpec):
-            return NotImplemented
-        return self._hash == other._hash and self._compared() == other._compared()
 
     @property
     def predicted(self) -> bool:

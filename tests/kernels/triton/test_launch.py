@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ROOT = Path(__file__).parents[3]
-MOST_CALLS = {"tensorwise": 166, "rowwise": 166, "delayed": 249}
+MOST_CALLS = {"tensorwise": 165, "rowwise": 165, "delayed": 239}
 """Python functions, torch's with them, that a warm forward and backward calls. Without an optimizer a delayed layer
-asks whether the weights have changed."""
+asks whether the weights have changed. Three of them are those of the faked GEMMs."""
 MOST_OF_ADAMW = 3700
 """The same for a step of 64 BF16 parameters beside their masters."""
 
