@@ -6,11 +6,14 @@ import copy
 import pickle
 import threading
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typer.testing import CliRunner
 
 import ottava
@@ -229,3 +232,28 @@ def test_warnings_that_are_errors_and_a_script_that_leaves_in_a_replay(
     with ottava.watch(model := Counted(16, 4), tmp_path / "counted"):
         train(model, 7)
     assert len(Run.open(tmp_path / "counted").steps["step"]) == 7
+
+
+def test_selective_checkpointing_counts_no_operation_of_the_watch(tmp_path: Path) -> None:
+    """A dispatch mode, in which the hooks of a block run, too."""
+
+    def policy(_: object, operation: object, *__: object, **___: object) -> CheckpointPolicy:
+        saved = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        first, block = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        optimizer = torch.optim.SGD([*first.parameters(), *block.parameters()], lr=0.05)
+        with ottava.watch(None, tmp_path) if watched else nullcontext():
+            for _ in range(7):
+                contexts = partial(create_selective_checkpoint_contexts, policy)
+                y = checkpoint(block, first(torch.randn(8, 16)), use_reentrant=False, context_fn=contexts)
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in block.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+    run_of = Run.open(tmp_path)
+    assert (run_of.manifest["ended"], len(run_of.steps["step"])) == ("closed", 7)

@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -57,16 +57,21 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @contextmanager
 def unobserved(x: Tensor) -> Iterator[None]:
-    """Hides operations on x: no graph, no autocast, no dispatch modes. Selective checkpointing is a dispatch mode that
-    counts operations; it would mistake those of a tap for the model's."""
+    """Hides operations on x: no graph, no autocast, no dispatch modes."""
     device = x.device.type
     cast = device != "meta" and torch.is_autocast_enabled(device)
     with (
         torch.no_grad(),
         torch.autocast(device, enabled=False) if cast else nullcontext(),
-        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
+        unseen_by_modes(),
     ):
         yield
+
+
+def unseen_by_modes() -> AbstractContextManager[object]:
+    """Hides operations from dispatch modes. Selective checkpointing is one that counts operations; it would mistake
+    those of a tap for the model's."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 SHARD = "is this rank's shard"

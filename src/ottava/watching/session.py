@@ -52,7 +52,7 @@ from ottava.watching.doors import DoorTap, Interventions
 from ottava.watching.loss import LossTap, Share, of_step
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
-from ottava.watching.operands import Hook
+from ottava.watching.operands import Hook, unseen_by_modes
 from ottava.watching.readback import Amaxes, Ended, Reading
 from ottava.watching.schedule import Jumps, Schedule, Spent, Trigger
 from ottava.watching.sinks import make_sinks, publish
@@ -398,7 +398,7 @@ class Watch:
                 return None
             try:
                 if not self._failed and self._at_home(given, closes):
-                    with self.spent:
+                    with self.spent, unseen_by_modes():
                         return hook(*given, **named)
             except self.OWN as error:
                 if error is self._theirs or isinstance(error, (ConfigError, RunError)):
