@@ -192,15 +192,8 @@ BREAKS: dict[str, dict[str, Any]] = {
     },
     "O12": {"change": rises, "experiments": tuple(trial(step, 3.0) for step in (5, 10, 20))},
     "R1": {"ranks": {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}},
-    "G1": {
-        "change": lambda s: {
-            **rises(s),
-            "grad_norm": 1.0 if s != 19 else 500.0,
-            "grad_norm_used": 1.0 if s != 19 else 500.0,
-        }
-    },
     "O14": {
-        "change": lambda s: {**rises(s), "backwards": 4.0, "loss_share": 4.0, "accumulated": 3.0},
+        "change": lambda s: {**rises(s), "forwards": 4.0, "backwards": 4.0, "loss_share": 4.0, "accumulated": 3.0},
         "parameters": [{**p, "held": {**HELD, "optimizer": "SGD"}} for p in parameters()],
         "experiments": tuple(trial(5 + k, 3.0) for k in range(3)),
     },
@@ -212,7 +205,6 @@ BREAKS: dict[str, dict[str, Any]] = {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
     },
-    "D7": {"change": lambda s: {**rises(s), "rows_again_pct": 100.0 * (s > 17), "rows_relabeled_pct": 98.0 * (s > 17)}},
     "M7": {"trace": pairs("linear")},
     "M8": {
         "change": lambda s: {f"labels_ahead_{k}_pct": 100.0 * (k == 1) for k in range(3)},
@@ -398,7 +390,7 @@ def test_a_loss_that_stays_at_a_guess_asks_whether_the_last_layer_trains(tmp_pat
 
 def test_a_gradient_that_is_not_finite_comes_before_the_loss(tmp_path: Path) -> None:
     lost = lambda s: {"loss": math.nan if s > 24 else 4.0 - 0.02 * s, "grad_norm": math.nan if s > 23 else 1.0}  # noqa: E731
-    assert "The gradient is not finite from step 24 on" in diagnose(record(tmp_path / "a", lost)).sentence
+    assert "The gradient of step 24 is not finite, and its loss was" in diagnose(record(tmp_path / "a", lost)).sentence
 
 
 def test_single_batches_are_no_event_of_a_run_without_a_finding(tmp_path: Path) -> None:
@@ -743,7 +735,11 @@ def test_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
 def test_a_conversion_that_nobody_tried_is_not_cleared(tmp_path: Path) -> None:
     """An average of the weights, or a moment, in FP8: the gradient says nothing of it."""
     elsewhere = {"step": 5, "kind": "conversion", "where": "train.py:7"}
-    for error, ends in ((None, "No experiment tries that."), (0.0, "It moves no weight;"), (0.03, "3 % apart.")):
+    for error, ends in (
+        (None, "No experiment tries that."),
+        (0.0, "formula takes them, 0 % apart."),
+        (0.03, "formula takes them, 3 % apart."),
+    ):
         lines = (shadow(5, 0.01), shadow(10, 0.01), elsewhere)
         if error is not None:
             lines += ({"step": 14, "kind": "optimizer", "from": 6, "error": error, "converts": True},)

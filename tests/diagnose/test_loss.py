@@ -138,3 +138,11 @@ def test_a_loss_that_was_never_a_number_has_happened(tmp_path: Path) -> None:
     assert diagnose(record(tmp_path / "late", lambda s: {"loss": None if s < 9 else math.inf})).event.endswith(
         "step 9 on."
     )
+
+
+def test_a_loss_leaves_for_good_where_it_jumps_and_not_at_a_wiggle_before(tmp_path: Path) -> None:
+    """A smooth loss has next to no noise, so its running median calls a wiggle a spike."""
+    wiggles = lambda s: 0.9 * 0.93**s + (0.02 if s == 21 else 0.0)  # noqa: E731
+    answer = diagnose(record(tmp_path / "run", lambda s: {"loss": wiggles(s) if s < 31 else 1.2}))
+    assert answer.event == "The loss leaves the band of its own noise at step 31 and stays above it."
+    assert answer.event in answer.sentence

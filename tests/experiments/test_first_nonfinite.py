@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,47 @@ def first(folder: Path, fault: str, *, goes_on: bool = True, **settings: int) ->
             optimizer.step()
             optimizer.zero_grad()
     return [line for line in Run.open(watch.folder).experiments if line["kind"] == "nonfinite"]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("rate", "The learning rate of step 8 is not finite, and so are its weights."),
+        ("between", "The backward of step 8 gave a finite gradient, and the optimizer got one that is not"),
+        ("step", "Step 8 leaves weights that are not finite with lr 0.05, of a gradient of norm "),
+        ("backward", "The gradient of step 8 is not finite, and its loss was"),
+    ],
+)
+def test_the_part_of_a_step_that_loses_the_weights_is_named(where: str, said: str, tmp_path: Path) -> None:
+    """One weight of a hidden column is lost: the loss that a ReLU leaves may stay finite."""
+
+    class Step(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            done = super().step(closure)
+            if where == "step" and number == 8:
+                self.param_groups[0]["params"][0].data[0, 0] /= 0.0
+            return done
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = Step(net.parameters(), lr=0.05)
+    with ottava.watch(net, tmp_path / "run"):
+        for number in range(1, 15):
+            x = torch.randn(32, 16)
+            loss = (net(x) - x).square().mean()
+            if where == "backward" and number == 8:
+                net[0].bias.register_hook(lambda g: g / 0.0)
+            optimizer.zero_grad()
+            loss.backward()
+            if where == "rate" and number == 8:
+                optimizer.param_groups[0]["lr"] = float("nan")
+            if where == "between" and number == 8:
+                net[0].bias.grad[0] = float("inf")
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert answer.findings, answer.sentence
+    assert (answer.findings[0].id, answer.findings[0].steps) == ("M5", [8]), answer.sentence
+    assert answer.findings[0].cause.startswith(said), answer.sentence
 
 
 def test_an_overflow_is_found_where_it_begins(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ def trained(
     *,
     lr: float = 0.1,
     clear: bool = True,
-    clip: float | None = None,
     held: int = 4,
     linear: type[nn.Linear] = nn.Linear,
     recipe: str | None = None,
@@ -71,8 +70,6 @@ def trained(
         if clear:
             optimizer.zero_grad()
         model(x).square().mean().backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
     if session is not None:
         session.close()
@@ -86,14 +83,13 @@ def trained(
         ({"schedule": [0.5]}, {"lr": 1.0}, {"lr": 0.5}),
         ({"schedule": [[0.5]]}, {"lr": 1.0}, {"lr": 0.5}),
         ({"clear": True}, {"clear": False}, {}),
-        ({"clip": 0.01}, {}, {"clip": 0.01}),
         ({"settings": {"beta1": 0.5}}, {"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}),
         ({"load": True}, {"prefix": "module."}, {}),
         ({"recipe": "bf16"}, {"recipe": "tensorwise"}, {"recipe": "bf16"}),
         ({"sites": ["test_cure.py:28"]}, {"linear": Rounding}, {}),
         ({"derivatives": True}, {"linear": Rounding, "factor": 2.0}, {}),
     ],
-    ids=["lr", "schedule", "rates", "clear", "clip", "settings", "load", "recipe", "sites", "derivatives"],
+    ids=["lr", "schedule", "rates", "clear", "settings", "load", "recipe", "sites", "derivatives"],
 )
 def test_a_cure_is_the_mended_script(
     cure: dict[str, Any], bad: dict[str, Any], good: dict[str, Any], tmp_path: Path

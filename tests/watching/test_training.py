@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import ottava
 from ottava.diagnose.compare import compare
+from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
 
 
@@ -81,6 +83,38 @@ COUNTS = (
     *("input_nonfinite", "label_nonfinite", "labels_ignored_pct", "extra_steps", "restarts", "shared_parameters"),
 )
 """What a watch counts of a loop; a healthy one has 0 of each."""
+
+
+def test_a_copy_that_gives_its_gradients_to_the_model_keeps_none(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(10):
+            copied = copy.deepcopy(model)
+            copied(torch.randn(8, 16)).square().mean().backward()
+            for p, q in zip(model.parameters(), copied.parameters(), strict=True):
+                p.grad = q.grad
+            optimizer.step()
+    assert not diagnose(Run.open(tmp_path / "run")).findings
+
+
+def test_a_search_along_a_line_is_one_step(tmp_path: Path) -> None:
+    """L-BFGS moves the weights between the forwards of its closure."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(16, 16), torch.randn(64, 16), torch.randn(64, 16)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=6, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with ottava.watch(model, tmp_path / "run") as watch:
+        for _ in range(8):
+            optimizer.step(closure)
+    assert len(Run.open(watch.folder).steps["step"]) == 8
 
 
 def test_a_weight_that_takes_another_s_place_ends_as_it_began(tmp_path: Path) -> None:

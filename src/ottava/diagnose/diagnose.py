@@ -166,7 +166,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     known = _one_answer(found)
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
-    if good is None and happened is not None and not findings and facts.loss.only_a_batch(happened.step):
+    passed = good is None and happened is not None and not happened.lasts and not findings
+    if passed and happened is not None and facts.loss.only_a_batch(happened.step):
         happened = None
     if good is not None and (rates := good.column("lr")) is not None:
         each = [v for n, v in good.groups.items() if n.startswith("lr/")]
@@ -405,18 +406,16 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     else:
         severity = "critical" if happened is not None and happened.stays is not None else "warning"
     lr = facts.at("lr", how.since if how.since is not None else math.inf)
-    norm = facts.column("grad_norm")
-    usual = float(np.nanmedian(norm)) if norm is not None else 1.0
     # a step that moves the median weight by 2 % of itself, where the updates are known
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
-    values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
+    values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it"}
     remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
     values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
     loaded = next(iter(facts.of_kind("load")), {})
     values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", "")))
     trials: dict[str, dict[str, Any]] = {
-        "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
+        "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "zero_grad": {"clear": True},
         "raise_lr": {"lr": times}, "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
     }  # fmt: skip
     return Finding(

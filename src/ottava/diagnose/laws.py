@@ -8,7 +8,6 @@ may be harmless elsewhere. FP8 has no part in a law: `trials` says what the cast
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from ottava.base.text import grouped, progress
 from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts, Values
-from ottava.diagnose.loss import Event, LossCurve
+from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
 from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
 
@@ -140,28 +139,6 @@ def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
 
 _MATCH, _CHANCE = 99.0, 90.0  # percent of the labels
 _MANY = 8  # steps of one kind of labels
-
-
-def _relabeled(facts: Facts, event: Event | None) -> Broken | None:
-    """In a later pass over the data rows come with the labels of others.
-
-    Data come in passes where nothing comes again at first, and then most: not what a player meets, or a memory gives.
-    Labels that are places in a batch are the same in many steps.
-    """
-    again, other, hashes = (facts.column(name) for name in ("rows_again_pct", "rows_relabeled_pct", "label_hash"))
-    if again is None or other is None or hashes is None:
-        return None
-    again, other = np.nan_to_num(again), np.nan_to_num(other)
-    turn = int(np.argmax(again > 50))
-    hit = (again > 50) & (other > 50)
-    if turn < 4 or again[:turn].max() > 5 or hit.sum() < max(4, 0.5 * (again[turn:] > 50).sum()):
-        return None
-    if Counter(hashes.tolist()).most_common(1)[0][1] > 0.3 * len(hashes):
-        return None
-    first = facts.since(hit)
-    share = other[hit].mean()
-    said = f"From step {first} on rows of the data come again, and {share:.0f} % of them with the label of another row."
-    return Broken(said, first, grave=event is not None, shown=True)  # clusters are numbered anew in each pass, too
 
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
@@ -285,7 +262,9 @@ _APART = 0.3  # of the gradient: micro-batches have more in common than their no
 def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
     if (lost := _lost_backwards(facts)) is not None:
         return lost
-    if (hit := _counted(facts, "kept_gradient")).sum() < 2:
+    hit, forwards = _counted(facts, "kept_gradient"), facts.column("forwards")
+    # a copy that ran in the model's place gives it its gradients
+    if (hit := hit if forwards is None else hit & (forwards != 0)).sum() < 2:
         return None
     said = f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began."
     return Broken(said, facts.since(hit))
@@ -518,6 +497,11 @@ def _summed(facts: Facts, event: Event | None) -> Broken | None:
     added = facts.column("accumulated")
     if not parts > 1 or added is None or float(np.median(added[known])) < parts - 1:
         return None
+    forwards, before, used = (facts.column(name) for name in ("forwards", "grad_norm", "grad_norm_used"))
+    if forwards is not None and float(np.median(forwards[known])) < parts:
+        return None  # several losses of one batch
+    if before is not None and used is not None and float(np.nanmedian(before / used)) > 0.9 * parts:
+        return None  # something divides the gradient behind the last backward, as a pipeline's schedule does
     if 0.9 < adds * parts < 1.1:  # as where a library divides what the loop has divided
         said = f"Losses of {parts:.0f} micro-batches add up to {adds:.3g} of a mean: they are divided twice."
         return Broken(f"{said} A step of SGD is {parts:.0f} times shorter.", remedy="divide_once")
@@ -528,24 +512,6 @@ def _summed(facts: Facts, event: Event | None) -> Broken | None:
         said = f"The losses of {parts:.0f} micro-batches add up to {adds:.3g} means over their labels: they are sums."
     said += f" The gradient is their sum, so a step of SGD is {adds:.3g} times as long."
     return Broken(said, grave=event is not None and _lr_high(facts, event) is not None)  # a small rate may allow for it
-
-
-def _explodes(facts: Facts, event: Event | None) -> Broken | None:
-    norm = facts.column("grad_norm")
-    if event is None or norm is None:
-        return None
-    before = norm[(facts.steps < event.step - 2) & np.isfinite(norm)]
-    near = (facts.steps >= event.step - 2) & (facts.steps <= event.step) & np.isfinite(norm)
-    if len(before) < 4 or not near.any():
-        return None
-    # a model that fits has a small gradient, and new data bring back that of the start
-    usual, worst = float(np.median(before)), float(norm[near].max())
-    clip = facts.clip
-    held = clip is not None and float(np.nanmax(clip[near])) > 2
-    if held or not worst > 20 * max(float(before.max()), 1e-12):
-        return None
-    step = int(facts.steps[near][int(np.argmax(norm[near]))])
-    return Broken(f"The gradient norm goes from {usual:.3g} to {worst:.3g} at step {step}, and nothing clips it.", step)
 
 
 # the model
@@ -642,10 +608,13 @@ def _starts_high(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"{said}({guess:.3g}): logits are far too large before any step.", 1, grave=grave)
 
 
-def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
-    if event is None or event.kind != "not finite":
-        return None
-    for entry in facts.experiments("nonfinite"):
+def _not_finite(facts: Facts, event: Event | None) -> Broken | None:
+    """The first number that is none, in the order in which a step computes."""
+    lost = event is not None and event.kind == "not finite"
+    first = _first_broken(facts, event.step if event is not None and lost else math.inf)
+    for entry in facts.experiments("nonfinite") if lost else ():
+        if first is not None and first.since is not None and first.since < entry["step"]:
+            break  # it reads what that step has left
         operand = f", {entry['operand']}" if entry.get("operand") else ""
         module, behind, before = (str(entry.get(key) or "") for key in ("module", "behind", "before"))
         place = f"in {module}" if module else f"behind {behind}" if behind else "in the loss"
@@ -657,11 +626,8 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
             said = f"The first operation that reads a NaN of no layer is {what}, {place} ({way}), at step {step}."
             return Broken(said, step, (module,) if module else (), remedy="given")
         return Broken(said, step, (module,) if module else ())
-    norm = facts.column("grad_norm")
-    lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()
-    if lost and lost[0] < event.step:
-        said = f"The gradient is not finite from step {lost[0]} on, and the loss was: a backward makes it"
-        return Broken(f"{said}, as that of a square root at 0 or of a softmax of a row that a mask hides.", lost[0])
+    if first is not None or event is None or not lost:
+        return first
     triggers = [e for e in facts.run.events if e.get("kind") == "trigger" and e.get("reason") == "nonfinite"]
     table = facts.run.table(phase=None)
     bad = np.flatnonzero(np.asarray(table.metric("nonfinite")) > 0)
@@ -676,10 +642,39 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
     return None
 
 
+def _first_broken(facts: Facts, lost: float) -> Broken | None:
+    """What was not finite in the last step before the loss, or the weights, are so for good; None if nothing was.
+
+    Args:
+        lost: the step from which on the loss is not finite.
+    """
+    run, steps = facts.run, facts.steps
+    weights = run.broken("weights")
+    sound = np.flatnonzero(~weights)
+    # weights that begin so are meant, as those of a mask
+    broke = sound[-1] + 1 if len(sound) and not weights[:2].any() else len(steps)
+    i = int(min(broke, np.searchsorted(steps, lost))) - 1
+    if not 0 <= i < len(steps) - 1:
+        return None
+    at, norm = int(steps[i]), facts.at("grad_norm_used", int(steps[i]))
+    if run.broken("grad_norm")[i]:
+        said = f"The gradient of step {at} is not finite, and its loss was: a backward makes it."
+        return Broken(f"{said} So does that of a square root at 0, or of a softmax of a row that a mask hides.", at)
+    if run.broken("grad_norm_used")[i]:
+        said = f"The backward of step {at} gave a finite gradient, and the optimizer got one that is not."
+        return Broken(f"{said} Something between the two makes it.", at, remedy="between")
+    if run.broken("lr")[i]:
+        return Broken(f"The learning rate of step {at} is not finite, and so are its weights.", at, remedy="rates")
+    if weights[i + 1] and math.isfinite(norm):
+        said = f"Step {at} leaves weights that are not finite{_rate(facts, at)}, of a gradient of norm {norm:.3g}."
+        return Broken(said, at, remedy="update")
+    return None
+
+
 NEEDS = MappingProxyType(
     {
         "input_hash": "inputs (batches: true)", "labels_ignored_pct": "labels of a cross-entropy",
-        "labels_ahead_1_pct": "labels and inputs of a cross-entropy", "rows_again_pct": "hashes of rows and labels",
+        "labels_ahead_1_pct": "labels and inputs of a cross-entropy",
         "parameters": "parameters of the optimizers", "moves": "two full looks", "extra_steps": "steps",
         "kept_gradient": "gradients before backward", "loss_share": "losses of several micro-batches",
         "loss_longer": "shadow steps", "loss_tenth": "a shadow step, or full looks", "ranks": "several ranks",
@@ -694,12 +689,11 @@ LAWS: tuple[Law, ...] = (
     Law("D1", "The batches hold infinities or NaN", _inputs_broken, "data", "input_hash"),
     Law("D3", "The labels teach nothing", _labels_dead, "labels", "labels_ignored_pct"),
     Law("D6", "The labels are not the next tokens", _labels_shifted, "labels", "labels_ahead_1_pct"),
-    Law("D7", "Rows come again with other labels", _relabeled, "pairs", "rows_again_pct"),
     Law("D4", "The same batch comes again and again", _same_batch, "data", "input_hash"),
     Law("O1", "No optimizer moves this model", _never_stepped, "optimizer", "parameters"),
     Law("O2", "The learning rate is 0", _lr_zero, "schedule", "lr"),
     Law("O3", "Some parameters do not train", _unheld, "optimizer", "parameters"),
-    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, "graph", "moves"),
+    Law("O4", "Parameters get no gradient at the optimizer", _no_gradient, "graph", "moves"),
     Law("O5", "Gradients are cleared at the wrong time", _kept_gradient, "zero_grad", "kept_gradient"),
     Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, "optimizer", "extra_steps"),
     Law("O7", "Something else than the optimizer writes the weights", _written, "written", "moves"),
@@ -707,7 +701,6 @@ LAWS: tuple[Law, ...] = (
     Law("O13", "The steps are far too short", _lr_low, "raise_lr", "loss_longer", exact=False, always=True),
     Law("O12", "The learning rate is too high", _lr_high, "lower_lr", "loss_tenth", exact=False),
     Law("O14", "The losses of micro-batches make no mean", _summed, "divide", "loss_share"),
-    Law("G1", "The gradient explodes, and nothing clips it", _explodes, "clip", "grad_norm", exact=False),
     Law("R1", "The ranks do not work as one", _ranks_part, "ranks", "ranks"),
     Law("M6", "The training is in evaluation mode", _trains_in_eval, "train", "train_forwards_in_eval_mode"),
     Law("M7", "The loss mixes up its samples", _every_pair, "shapes", "trace"),
@@ -717,6 +710,6 @@ LAWS: tuple[Law, ...] = (
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, "load", ""),
     Law("M3", "Softmax is applied twice", _softmax_twice, "softmax", "softmax_twice"),
     Law("M4", "The model begins far above a guess", _starts_high, "init", "trace"),
-    Law("M5", "A result is not finite", _loss_alone, "nonfinite", "", exact=False),
+    Law("M5", "A result is not finite", _not_finite, "nonfinite", "", exact=False, always=True),
 )
 """In the order of computation: data, model and optimizer."""

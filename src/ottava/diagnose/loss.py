@@ -185,7 +185,12 @@ class LossCurve:
         """
         good = tuple(curve for curve in good if curve._known)
         if not good:
-            return min([self.onset, self.diverged_at, *(at for at, _ in self.spikes[:1])]), self.diverged_at
+            spikes = [at for at, _ in self.spikes[:1]]
+            if math.isfinite(
+                self.diverged_at
+            ):  # a loss that leaves for good does so at its own step, not at a small one
+                spikes = [at for at in spikes if self.loss[self.steps == at][0] - self.at_best(at) > self.rise]
+            return min([self.onset, self.diverged_at, *spikes]), self.diverged_at
         shared = np.flatnonzero(np.isin(self.steps, good[0].steps))
         step = self.steps[shared]
         highest, margin = _band(step, good, smooth=False)

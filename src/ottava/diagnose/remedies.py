@@ -43,11 +43,13 @@ _ADVICE = MappingProxyType(
         "shuffled.",
         "good_call": "Call the model with what the good run gives it: look at the collator and at what it drops.",
         "good_parameters": "Give these parameters what they have in the good run, and train those that it trains.",
-        "pairs": "Shuffle inputs and labels by one permutation, and let one loader give both.",
         "graph": "Look for detach(), no_grad() or an output that the loss does not use.",
         "divide_once": "Divide in the loop, or let the library do it, as accelerate's backward does.",
         "written": "Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop.",
         "good_schedule": "Use the good run's learning rate of each step: look at both schedules.",
+        "rates": "Look at what the schedule makes of this step: a division by zero, a root or a logarithm below zero.",
+        "update": "Look at what a step makes of a gradient: its eps, a root or quotient of moments, casts of states.",
+        "between": "Look between backward() and step(): a division by a norm or a factor of zero, a hook, a sum.",
         "falls": "Let the learning rate fall behind its warm-up: look at the factor of the schedule and at its unit.",
         "good_rates": "Give each group its learning rate of the good run: here ${good} in place of ${bad}.",
         "good_setting": "Use the good run's ${key}: ${good} in place of ${bad}.",
@@ -115,15 +117,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "lower_lr": Remedy("Lower the learning rate to ${lr}, and warm it up.", patch=_lr("${lr}")),
         "good_lr": Remedy("Use the good run's learning rate, ${good}.", patch=_lr("${good}")),
-        "clip": Remedy(
-            "Clip the gradient norm at ${norm}.",
-            patch={
-                "torch": "torch.nn.utils.clip_grad_norm_(model.parameters(), ${norm})    # before optimizer.step()",
-                "transformers": "TrainingArguments(..., max_grad_norm=${norm})",
-                "lightning": "Trainer(..., gradient_clip_val=${norm})",
-                "megatron": "--clip-grad ${norm}",
-            },
-        ),
         "raise_lr": Remedy(
             "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no "
             "step stays under, a schedule of other units, a large eps, a loss divided twice or by more than it counts.",

@@ -129,12 +129,13 @@ _TOUCHED = 0.01  # of the gradient's norm
 
 def _ways(facts: Facts) -> str:
     """What was tried of a conversion outside of the model."""
-    tried = [e for e in facts.experiments("optimizer") if _number(e, "error") >= 0]
-    if not tried:
+    passed = [x for e in facts.experiments("shadow") if (x := _number(e, "replay_error")) >= 0]
+    tried = [x for e in facts.experiments("optimizer") if (x := _number(e, "error")) >= 0]
+    if not (passed or tried):
         return " No experiment tries that."
-    if not tried[0]["error"]:
-        return " It moves no weight; what else it does was not tried."
-    return f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
+    said = f" The optimizer gets the gradient of the backward, up to {100 * max(passed):.2g} % of it." if passed else ""
+    ends = f" The weights go where the optimizer's formula takes them, {100 * tried[0]:.2g} % apart." if tried else ""
+    return f"{said}{ends} What else the conversion does was not tried."
 
 
 def _spoils(facts: Facts, event: Event | None) -> Trial | None:

@@ -121,6 +121,15 @@ class Shadow:
             "cpu_seconds": time.process_time() - self.began[1],
         }
 
+    def passed(self) -> dict[str, Any]:
+        """What the optimizer gets of the backward, in a step in which no layer casts."""
+        ours = self.player.run(AS_IT_RAN, tail=self.player.tail)
+        tail = self.player.tail and self._same_losses(ours)
+        if self.player.tail and not tail:
+            ours = self.player.run(AS_IT_RAN, tail=False)
+        error, vanished = self._replay_error(ours.gradients), self._vanished(ours.gradients)
+        return {"replay_error": error, "vanished": vanished, "tail": "replayed" if tail else "recorded"}
+
     def _seen(self, way: Way, seen: Exact, *, halves: bool) -> Pass:
         """The step as it ran, with the sites at which the script converts."""
         if self.script:

@@ -79,8 +79,6 @@ class Cures:
                 # no group of their own: a schedule has as many rates as there were groups
                 max(groups, key=lambda group: sum(p.numel() for p in group["params"]))["params"] += lost
         self._optimizers.add(optimizer)
-        if cure["clip"] is not None:
-            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], cure["clip"])
         self._before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         wanted: Any = None
         factor = cure["lr"]

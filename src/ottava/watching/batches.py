@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +20,9 @@ _PRIME = 8_388_593  # fp32, in which numbers come from a GPU, holds the sum of t
 _HASHED = 65_536  # elements of a tensor that are hashed
 _SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
 _SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
-_SAMPLES = 64  # rows of a batch whose labels are kept
 _SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
-_ROWS, _OF_A_ROW = 1 << 16, 256  # rows whose labels are kept, and elements that make a row's hash
 
 
 class _Forward(NamedTuple):
@@ -36,8 +33,6 @@ class _Forward(NamedTuple):
     """"input" and "label": `_batch` of all such tensors."""
     ids: list[Tensor]
     """Its inputs of whole numbers, which labels may copy."""
-    rows: dict[str, tuple[Tensor, int]]
-    """"input" and "label": hashes of rows, see `_rows`, and their count."""
 
 
 class Batches:
@@ -57,10 +52,6 @@ class Batches:
         self._numbers: dict[str, Tensor] = {}
         self._pending: list[_Forward] = []
         self._ids: list[Tensor] = []
-        self._open: tuple[Tensor, int] | None = None
-        """Rows of the last forward, whose labels have not come."""
-        self._pairs: list[Tensor] = []
-        self._rows = self._labels = np.empty(0)  # rows so far, sorted, and the label that each came with first
         self._losses = self.forwards = self.evaluating = 0
         """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
@@ -74,7 +65,7 @@ class Batches:
 
     def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A model was called with these."""
-        seen = _Forward(training, {}, [], {})
+        seen = _Forward(training, {}, [])
         for name, x in arguments_of(args, kwargs):
             if x.requires_grad or x.dim() == 0 or not x.numel() or x.layout != torch.strided or name in _NO_BATCH:
                 continue
@@ -83,8 +74,6 @@ class Batches:
             with unobserved(x):
                 x = x.detach()
                 _add(seen.numbers, kind, _batch(x))
-                if kind not in seen.rows and x.dim() > (kind == "input") and len(x) > 1 and x.dtype != torch.bool:
-                    seen.rows[kind] = _rows(x, len(x)), len(x)
                 if kind == "input":
                     seen.ids.extend([] if x.is_floating_point() else [x])
         if training and not self.arguments:
@@ -104,8 +93,6 @@ class Batches:
                     self._numbers["labels"] = shares if old is None else old + shares
                 if "label" not in self._numbers:
                     self._place("target", _batch(target), self._losses)
-                if self._open is not None and target.numel() and target.numel() % self._open[1] == 0:
-                    self._pair(_rows(target, self._open[1]))
             self.classes = classes or self.classes
         for root in roots if self.softmax_twice is None else ():
             self.softmax_twice = _softmax_twice(root)
@@ -118,10 +105,7 @@ class Batches:
         target = numbers.pop("target", None)
         if target is not None:
             numbers.setdefault("label", target)
-        if self._pairs:
-            numbers["rows"] = torch.cat(self._pairs, 1).reshape(-1)
         numbers |= {"forwards": self.forwards, "evaluating": self.evaluating}
-        self._pairs, self._open = [], None
         self._numbers, self._ids, self.forwards, self._losses, self.evaluating = {}, [], 0, 0, 0
         return numbers
 
@@ -134,33 +118,9 @@ class Batches:
                 continue
             self.forwards += 1
             self._ids += seen.ids
-            if "input" in seen.rows:
-                self._open = seen.rows["input"]
-                if "label" in seen.rows and seen.rows["label"][1] == self._open[1]:
-                    self._pair(seen.rows["label"][0])
             for kind in ("input", "label"):
                 if kind in seen.numbers:
                     self._place(kind, seen.numbers[kind], self.forwards)
-
-    def _pair(self, labels: Tensor) -> None:
-        if self._open is not None:
-            self._pairs.append(torch.stack([self._open[0], labels.to(self._open[0].device)]))
-        self._open = None
-
-    def _again(self, read: Sequence[float]) -> dict[str, float]:
-        """Percent of the rows that came in an earlier step, and of these with a label that another row had."""
-        rows, labels = np.reshape(read, (2, -1))
-        at = np.searchsorted(self._rows, rows)
-        known = np.append(self._rows, math.nan)[at] == rows
-        first, again = self._labels[at[known]], labels[known]
-        other = again[first != again]
-        others = np.isin(other, self._labels).sum() if len(other) else 0  # it sorts all labels
-        if len(self._rows) < _ROWS:
-            new, of = np.unique(rows[~known], return_index=True)
-            at = np.searchsorted(self._rows, new)
-            self._rows = np.insert(self._rows, at, new)
-            self._labels = np.insert(self._labels, at, labels[~known][of])
-        return {"rows_again_pct": 100 * len(again) / len(rows), "rows_relabeled_pct": 100 * others / max(len(again), 1)}
 
     def _place(self, kind: str, numbers: Tensor, number: int) -> None:
         """Adds numbers whose hash counts as often as the number of their forward, because the order matters."""
@@ -176,9 +136,7 @@ class Batches:
         return torch.cat([counts, _matches(flat, used, self._ids, places)])
 
     def columns(self, name: str, read: Sequence[float]) -> dict[str, float]:
-        """Columns of steps.jsonl from one of the numbers of `drain`, once it was read; steps come in their order."""
-        if name == "rows":
-            return self._again(read)
+        """Columns of steps.jsonl from one of the numbers of `drain`, once it was read."""
         if name in ("input", "label"):
             return {f"{name}_hash": read[0], f"{name}_nonfinite": read[1]}
         if name == "labels":
@@ -219,12 +177,6 @@ def _batch(x: Tensor) -> Tensor:
         else torch.zeros((), dtype=torch.float32, device=x.device)
     )
     return torch.stack([_hashed(flat), broken.to(torch.float32)])
-
-
-def _rows(x: Tensor, count: int) -> Tensor:
-    """Hashes of the first rows of x, fp32."""
-    flat = x.reshape(count, -1)[:_SAMPLES]
-    return _hashed(flat[:, :: -(-flat.shape[1] // _OF_A_ROW)])
 
 
 def _hashed(x: Tensor) -> Tensor:

@@ -126,8 +126,6 @@ class Cure(Section):
     ratio to it."""
     settings: dict[str, float] = Field(default_factory=dict)
     """Other settings of the optimizer: weight_decay, eps, momentum, beta1, beta2."""
-    clip: float | None = None
-    """The largest norm of the gradient."""
     clear: bool = False
     """No gradient is left behind a step."""
     train: bool = False

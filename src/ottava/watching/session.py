@@ -499,6 +499,7 @@ class Watch:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return self._about_to_step(optimizer)
+        self.training.searches = True
         about_to_step = self._outlived(self._about_to_step)
         waits = [optimizer]  # the closure makes the gradients, as Lightning's does; a second call is another search
 
@@ -521,6 +522,7 @@ class Watch:
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self.cures is not None:
             self.cures.after(optimizer)
+        self.training.searches = False
         if self._paused or not self._is_ours(optimizer):
             return
         if not self.training.knows(optimizer):

@@ -139,9 +139,9 @@ class TrainingTap:
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._reached: set[str] = set()
         self._frameworks: list[str] | None = None
-        self.looking = self.paused = self.idle = False
+        self.looking = self.paused = self.idle = self.searches = False
         """Whether the running step gets a full look; whether forwards are none of the training; whether the step is
-        counted only."""
+        counted only; whether an optimizer runs that moves weights between forwards, as L-BFGS does."""
         self.outputs: list[Tensor] = []
         """Of a forward whose backward has not come; no graph, and nothing that lives longer than the graph does."""
         self.guards, self.norm_wanted = True, False
@@ -232,7 +232,7 @@ class TrainingTap:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
             return
         trains = torch.is_grad_enabled()
-        if trains and not self._backwards and self._versions is None and not self._stepped_at:
+        if trains and not (self._backwards or self._versions or self._stepped_at or self.searches):
             self._versions = self._counts()  # torch.autograd.grad and steps by hand
         if trains and module.training:
             self.outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -304,7 +304,7 @@ class TrainingTap:
         if capturing():
             return
         if not self._stepped_at:  # nobody knows yet who will step
-            self._versions = self._counts()
+            self._versions = None if self.searches else self._counts()
             self._hash_weights()
         if self.idle and not self.norm_wanted:
             return
@@ -499,12 +499,13 @@ class TrainingTap:
             values = {name: group.get(name) for name in _SETTINGS} | {"beta1": pair[0], "beta2": pair[1]}
             for name, value in values.items() if g < _GROUPS else [("lr", group.get("lr"))]:
                 number = number_of(value)
-                rates += [number] if name == "lr" and math.isfinite(number) else []
+                told = isinstance(value, (int, float)) and not math.isfinite(number) and name == "lr"  # by a schedule
+                rates += [number] if name == "lr" and (math.isfinite(number) or told) else []
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     numbers[f"{name}/{g}"] = value.detach().to(torch.float32).reshape(-1)[:1]
-                elif math.isfinite(number) and g < _GROUPS:
+                elif (math.isfinite(number) or told) and g < _GROUPS:
                     columns[f"{name}/{g}"] = number
-        return columns | ({"lr": max(rates)} if rates else {})
+        return columns | _largest(rates)
 
     def finish(
         self, host: Mapping[str, float], names: Iterable[str], values: Sequence[Sequence[float]]
@@ -515,8 +516,7 @@ class TrainingTap:
             columns |= self.batches.columns(name, read)
             if len(read) == 1:
                 columns[name] = read[0]
-        rates = [value for name, value in columns.items() if name == "lr" or name.startswith("lr/")]
-        return columns | ({"lr": max(rates)} if rates else {})
+        return columns | _largest([value for name, value in columns.items() if name == "lr" or name.startswith("lr/")])
 
     def describe(self, final: bool = False) -> dict[str, Any]:
         """Facts of the manifest: every parameter, weights, packages, dtypes, equal parameters, cross-entropy.
@@ -614,6 +614,11 @@ def _left(parameters: Sequence[Tensor]) -> Tensor:
         if left
         else torch.zeros((), dtype=torch.float32)
     )
+
+
+def _largest(rates: Sequence[float]) -> dict[str, float]:
+    """The column of the largest rate; NaN if one is."""
+    return {"lr": math.nan if any(map(math.isnan, rates)) else max(rates)} if rates else {}
 
 
 def _samples(parameters: Sequence[Tensor], most: int = _SAMPLED) -> Tensor:
