@@ -297,6 +297,26 @@ def test_a_gradient_that_is_lost_on_its_way_is_fp8_s_fault(tmp_path: Path) -> No
     assert "are zero at the optimizer" in answer.tried[0]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("reads", ["end", "mean"])
+def test_samples_that_an_rnn_takes_for_time_are_told(kind: type[nn.RNNBase], first: bool, reads: str) -> None:
+    """Without batch_first=True. Not told: a video whose frames come one behind another, each of which is read whole."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.rnn, self.leave = nn.Linear(12, 32), kind(32, 32, batch_first=first), nn.Linear(32, 6)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            states = self.rnn(self.enter(x))[0]
+            return self.leave(states[:, -1] if reads == "end" else states.mean(1))
+
+    torch.manual_seed(0)
+    found = tried(Reader(), torch.randn(32, 10, 12))
+    assert (found["mixes"], found["in_time"]) == (False, None if first or reads == "mean" else True)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_a_gradient_that_is_cast_where_no_layer_casts_is_tried(scale: float, tmp_path: Path) -> None:
     """The model has no layer that could be simulated, and the optimizer's formula sees the cast gradient only."""

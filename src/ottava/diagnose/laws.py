@@ -550,6 +550,7 @@ def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
         for name, said in (
             ("mixes", "With other samples in the second half of the batch the output of the first half is another"),
             ("by_place", "With its samples in another order a batch gives them other outputs"),
+            ("in_time", "A sample changes the outputs of those behind it, and the first half of its own sequence none"),
         ):
             if entry.get(name):
                 return Broken(f"{said}, tried in evaluation mode at step {entry['step']}.")

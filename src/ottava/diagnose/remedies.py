@@ -63,7 +63,8 @@ _ADVICE = MappingProxyType(
         "own_call": "Make ${key} as it is in the good run, which does not call ${bad} there.",
         "thaw": "Let this layer train before the optimizer is made: by PEFT's modules_to_save, or "
         "requires_grad_(True).",
-        "rows": "Look at the dimensions of softmax, mean, view and transpose: the first one is the batch.",
+        "rows": "Look at the dimensions of softmax, mean, view and transpose: the first one is the batch. Without "
+        "batch_first=True an RNN takes it for the time.",
         "masks": "Look at what the mask means: torch's key_padding_mask is True at padding, its attn_mask and Hugging "
         "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100.",
         "softmax": "Give the cross-entropy the logits, without a softmax.",

@@ -657,11 +657,11 @@ class Laboratory:
                 logic = reasons(program.forwards, plain, ranks=not _alone())
         self._versions = [p._version for p in parameters]
         if nothing:  # the step itself is tried all the same
-            facts = {"why": self._why, "loss": shadow.loss, **logic}
+            tried: dict[str, Any] = {"why": self._why, "loss": shadow.loss, **logic}
             if self._elsewhere or (self._trace is not None and self._trace.outside is not None):
                 with nothing_changes(program.modules):
-                    facts |= shadow.passed()  # a conversion behind the backward is one of its gradient
-            self._pending = (shadow, facts)
+                    tried |= shadow.passed()  # a conversion behind the backward is one of its gradient
+            self._pending = (shadow, tried)
             return
         with nothing_changes(program.modules):
             began = time.perf_counter()

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,19 +60,18 @@ def reasons(forwards: Sequence[Forward], way: Way, *, ranks: bool = False) -> di
         >>> recorder = Recorder([model])
         >>> _ = model(torch.randn(8, 3, 2))
         >>> reasons(recorder.finish().forwards, AS_IT_RAN)
-        {'sees_later': None, 'mixes': False, 'by_place': False}
+        {'sees_later': None, 'mixes': False, 'by_place': False, 'in_time': None}
     """
     first = next((f for f in forwards if not f.chained), None)
     if first is None:
-        return dict.fromkeys(("sees_later", "mixes", "by_place"))
+        return dict.fromkeys(("sees_later", *_UNKNOWN))
     if ranks:
         with Collectives() as sent:
             _run(first, way)
         if sent.rows:
             return {}
-    mixes, by_place = _samples(first, way)
-    found = {"sees_later": _sees_later(first, way), "mixes": mixes, "by_place": by_place}
-    return found | (_of_rows(first, way) if mixes is not True else {})
+    found = {"sees_later": _sees_later(first, way), **_samples(first, way)}
+    return found | (_of_rows(first, way) if found["mixes"] is not True else {})
 
 
 def _sees_later(forward: Forward, way: Way) -> bool | None:
@@ -287,12 +287,16 @@ def _crosses(forward: Forward, way: Way, tokens: Tensor, parts: Tensor, own: lis
     return None
 
 
-def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
-    """Whether samples depend on others of their batch, and whether on their place in it."""
+_UNKNOWN: MappingProxyType[str, bool | None] = MappingProxyType(dict.fromkeys(("mixes", "by_place", "in_time")))
+
+
+def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
+    """Whether samples depend on others of their batch, whether on their place in it, and whether they are taken for
+    steps of time."""
     inputs = [x.value() for x in leaves(forward.arguments) if isinstance(x, Kept)]
     main = next((x for x in inputs if x.dim() >= 3 or (x.dim() == 2 and not x.is_floating_point())), None)
     if main is None or len(main) < _FEWEST:
-        return None, None
+        return {**_UNKNOWN}
     square, own = main.shape[0] == main.shape[1], _run(forward, way, evaluates=True)
 
     def moved(change: Any, kept: Any, dim: int = 0, again: Any = None) -> bool | None:
@@ -319,16 +323,27 @@ def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
     # along a sequence what comes first moves what comes last; a sequence of batches is no batch
     along = moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last, 1)
     if along is False or (square and not along):
-        return None, None
+        return {**_UNKNOWN}
     mixes = moved(lambda x: torch.cat([x[: len(x) - len(x) // 2], far(first(x))]), first)
-    if mixes is not False or moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last) is not False:
-        return None if mixes and square else mixes, None
+    follows = mixes is False and moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last)
+    if mixes is not False or follows is not False:
+        # an RNN without batch_first=True: a sample's own sequence says nothing but by its end
+        in_time = follows and along is None and not _reads_along(forward, way, main, own)
+        return {**_UNKNOWN, "mixes": None if mixes and square else mixes, "in_time": in_time or None}
     # what has its samples along another dimension, as the state of an RNN, would stay as it is
     if any(len(main) in x.shape[1:] and len(x) != len(main) for x in inputs if x.dim()):
-        return mixes, None
+        return {**_UNKNOWN, "mixes": mixes}
     by_place = moved(_turned, _turned, again=lambda x: x)
     # what is drawn for each sample, as a mask, is drawn by place
-    return mixes, by_place and not _draws(forward, way, own)
+    return {**_UNKNOWN, "mixes": mixes, "by_place": by_place and not _draws(forward, way, own)}
+
+
+def _reads_along(forward: Forward, way: Way, main: Tensor, own: list[Tensor]) -> bool:
+    """Whether the first half of the second dimension of an input moves an output."""
+    half = main.shape[1] // 2
+    changed = torch.cat([main[:, :half].roll(1, 0), main[:, half:]], 1)
+    again = _run(forward, way, _with(changed, main), evaluates=True)
+    return not half or any(a.shape == b.shape and bool(_moved(a, b).any()) for a, b in zip(own, again, strict=False))
 
 
 def _draws(forward: Forward, way: Way, own: list[Tensor]) -> bool:
