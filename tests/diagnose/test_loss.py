@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diagnose.test_diagnose import record, trial
+from diagnose.test_diagnose import longer, record, trial
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.loss import LossCurve, event
 from ottava.record.reader import Run, Table
@@ -146,3 +146,16 @@ def test_a_loss_leaves_for_good_where_it_jumps_and_not_at_a_wiggle_before(tmp_pa
     answer = diagnose(record(tmp_path / "run", lambda s: {"loss": wiggles(s) if s < 31 else 1.2}))
     assert answer.event == "The loss leaves the band of its own noise at step 31 and stays above it."
     assert answer.event in answer.sentence
+
+
+def test_a_warm_up_that_is_longer_than_the_run_and_gradients_that_nobody_takes_are_told(tmp_path: Path) -> None:
+    """A hundred steps at once that help by one percent say little, but where the rate has only risen."""
+    tries = [{**longer(s), "loss": 1.0, "loss_after": 0.9999, "loss_longer": 0.99} for s in (5, 10, 20, 30)]
+    for name, rate, said in (("rises", lambda s: 1e-6 * s, ["O13"]), ("stays", lambda s: 1e-6, [])):
+        run = record(tmp_path / name, lambda s, rate=rate: {"lr": rate(s), "loss": 1.0 - 1e-4 * s}, experiments=tries)
+        assert [finding.id for finding in diagnose(run).findings] == said, name
+    none = record(tmp_path / "none", lambda s: {"grad_norm": 1.0, "grad_norm_used": float(s < 20)})
+    last = record(tmp_path / "last", lambda s: {"grad_norm": 1.0, "grad_norm_used": float(s not in (20, 40))})
+    (found,) = diagnose(none).findings
+    assert (found.id, found.steps) == ("O1", [20])
+    assert not diagnose(last).findings

@@ -166,6 +166,7 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
 # the optimizer
 
 
+_FEW = 4  # steps
 _OUTSIDE = "optimizer["  # begins the name of what an optimizer steps, and no model has
 
 
@@ -183,6 +184,14 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
+    given, used = facts.column("grad_norm"), facts.column("grad_norm_used")
+    if given is not None and used is not None:
+        gets = np.flatnonzero(~((given > 0) & (used == 0)))
+        first = int(gets[-1]) + 1 if len(gets) else 0
+        if len(used) - first >= max(_FEW, 0.1 * len(used)):
+            step = int(facts.steps[first])
+            said = f"From step {step} on the backward gives gradients (norm {given[first]:.3g})"
+            return Broken(f"{said}, and the optimizer gets none: it steps other parameters.", step)
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
     # a loss in BF16 has too few bits to show a small step
     same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0 and not e.get("touched")]
@@ -389,7 +398,9 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
     tried = [e for e in tried if first <= e["step"] <= last]
-    gone = [facts.length(e["step"]) < _GONE for e in tried]
+    lr = facts.column("lr")
+    rises = lr is not None and len(lr) > 8 and bool((np.diff(lr) >= 0).all()) and lr[-1] > 1.2 * lr[len(lr) // 2]
+    gone = [rises or facts.length(e["step"]) < _GONE for e in tried]  # a warm-up longer than the run
     short = [_still_helps(e) or (g and e["loss_longer"] <= e["loss"]) for e, g in zip(tried, gone, strict=True)]
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
