@@ -124,7 +124,7 @@ def test_a_schedule_that_only_rises_is_told_once_it_has_lost_more_than_was_learn
     assert said("lost", lost, grows) == ["O12"]
     assert said("warm-up", lambda s: 4.0 - 0.08 * s, grows) == []
     assert said("falls again", lost, lambda s: grows(min(s, 60 - s))) == []
-    assert said("keeps a part", lambda s: lost(min(s, 16)), grows) == []
+    assert said("keeps a part", lambda s: lost(min(s, 16)) + 1e-3 * (s % 2), grows) == []
 
 
 def test_a_loss_that_was_never_a_number_has_happened(tmp_path: Path) -> None:
@@ -159,3 +159,16 @@ def test_a_warm_up_that_is_longer_than_the_run_and_gradients_that_nobody_takes_a
     (found,) = diagnose(none).findings
     assert (found.id, found.steps) == ("O1", [20])
     assert not diagnose(last).findings
+
+
+def test_a_loss_that_does_not_depend_on_the_model_is_told(tmp_path: Path) -> None:
+    """As of DPO whose reference is the policy itself. Not told: one batch, a rate of 0, and a loss that is done."""
+
+    def said(name: str, value: float, **other: float) -> list[str]:
+        run = record(tmp_path / name, lambda s: {"loss": value if s > 9 else 2.0 - 0.1 * s, "input_hash": s, **other})
+        return [finding.title for finding in diagnose(run).findings]
+
+    assert said("constant", math.log(2)) == ["The loss does not measure the model"]
+    assert said("same", math.log(2), input_hash=3.0, label_hash=3.0) == []
+    assert "The loss does not measure the model" not in said("still", math.log(2), lr=0.0)
+    assert said("done", 0.0) == []

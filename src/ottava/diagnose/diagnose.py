@@ -419,7 +419,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
         "raise_lr": {"lr": times}, "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
     }  # fmt: skip
     return Finding(
-        law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
+        law.id, how.title or law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since],
         remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=CONFIDENCE.get("law"),
     )  # fmt: skip

@@ -39,8 +39,9 @@ class Broken:
     """False: it may be meant, so it is a note unless something happened to the loss."""
     shown: bool = False
     """An experiment at the event shows that this made it."""
+    title: str = ""
     remedy: str = ""
-    """In place of that of the law."""
+    """In place of those of the law."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
 # the optimizer
 
 
-_FEW = 4  # steps
+_FEW, _SAME = 4, 12  # steps
 _OUTSIDE = "optimizer["  # begins the name of what an optimizer steps, and no model has
 
 
@@ -603,10 +604,27 @@ def _nothing_loaded(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(said, one["step"], remedy="" if one["theirs"].endswith(f".{one['mine']}") else "names")
 
 
-def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
-    if not facts.manifest.get("softmax_twice"):
+def _loss_wrong(facts: Facts, event: Event | None) -> Broken | None:
+    if facts.manifest.get("softmax_twice"):
+        return Broken("A softmax feeds the cross-entropy, which has its own.", title="Softmax is applied twice")
+    loss, lr, batches = facts.loss.loss, facts.column("lr"), facts.batches
+    if (
+        (event is not None and event.kind == "flat")
+        or len(loss) < _SAME
+        or lr is None
+        or batches is None
+        or not math.isfinite(last := float(loss[-1]))
+    ):
         return None
-    return Broken("A softmax feeds the cross-entropy, which has its own.")
+    other = np.flatnonzero(~(np.abs(loss - last) <= 1e-6 * abs(last)))
+    first = int(other[-1]) + 1 if len(other) else 0
+    count, differ = len(loss) - first, len(set(batches[first:].tolist()))
+    # a loss that is 0 has nothing left to teach
+    if count < max(_SAME, 0.25 * len(loss)) or abs(last) < 1e-3 or differ < 0.5 * count or not (lr[first:] > 0).all():
+        return None
+    said = f"From step {facts.steps[first]} on the loss is {last:.6g} in every step, of {differ} different batches"
+    said = f"{said}: it does not depend on the model."
+    return Broken(said, int(facts.steps[first]), remedy="reference")
 
 
 def _starts_high(facts: Facts, event: Event | None) -> Broken | None:
@@ -720,7 +738,7 @@ LAWS: tuple[Law, ...] = (
     Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, "rows", "mixes"),
     Law("M10", "Masks, positions or labels do not fit the rows", _mask_leaks, "masks", "padding|uncounted"),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, "load", ""),
-    Law("M3", "Softmax is applied twice", _softmax_twice, "softmax", "softmax_twice"),
+    Law("M3", "The loss does not measure the model", _loss_wrong, "softmax", "softmax_twice|input_hash"),
     Law("M4", "The model begins far above a guess", _starts_high, "init", "trace"),
     Law("M5", "A result is not finite", _not_finite, "nonfinite", "", exact=False, always=True),
 )

@@ -67,6 +67,8 @@ _ADVICE = MappingProxyType(
         "batch_first=True an RNN takes it for the time.",
         "masks": "Look at what the mask means: torch's key_padding_mask is True at padding, its attn_mask and Hugging "
         "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100.",
+        "reference": "Look at what the loss compares: a copy or a reference that is the model itself cancels it. In "
+        "DPO the reference is a frozen copy, or the model with its adapter off.",
         "softmax": "Give the cross-entropy the logits, without a softmax.",
         "init": "Look at the initial weights of the last layer, and at scales of embeddings and logits.",
         "given": "Look at what this operation is given besides the layers' results: inputs, labels, weights, masks.",
