@@ -307,7 +307,7 @@ def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
     ):
         if (hit := _counted(facts, name))[1:].sum() >= 2:
             # a new phase may begin with a new optimizer
-            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=hit.mean() > 0.1)
+            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=hit.mean() > 0.5)
     return None
 
 

@@ -133,7 +133,7 @@ def _ways(facts: Facts) -> str:
     tried = [x for e in facts.experiments("optimizer") if (x := _number(e, "error")) >= 0]
     if not (passed or tried):
         return " No experiment tries that."
-    said = f" The optimizer gets the gradient of the backward, up to {100 * max(passed):.2g} % of it." if passed else ""
+    said = f" The optimizer gets the gradient of the backward, {100 * max(passed):.2g} % apart." if passed else ""
     ends = f" The weights go where the optimizer's formula takes them, {100 * tried[0]:.2g} % apart." if tried else ""
     return f"{said}{ends} What else the conversion does was not tried."
 
