@@ -168,6 +168,7 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _FEW, _SAME = 4, 12  # steps
+_MOST = 0.3  # of the elements of a gradient
 _OUTSIDE = "optimizer["  # begins the name of what an optimizer steps, and no model has
 
 
@@ -186,13 +187,14 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
     given, used = facts.column("grad_norm"), facts.column("grad_norm_used")
-    if given is not None and used is not None:
+    lost = any((e.get("vanished") or 0.0) > _MOST for e in facts.experiments("shadow"))  # on its way: O4, or casts
+    if given is not None and used is not None and not lost:
         gets = np.flatnonzero(~((given > 0) & (used == 0)))
         first = int(gets[-1]) + 1 if len(gets) else 0
         if len(used) - first >= max(_FEW, 0.1 * len(used)):
             step = int(facts.steps[first])
             said = f"From step {step} on the backward gives gradients (norm {given[first]:.3g})"
-            return Broken(f"{said}, and the optimizer gets none: it steps other parameters.", step)
+            return Broken(f"{said}, and the optimizer gets none of them.", step)
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
     # a loss in BF16 has too few bits to show a small step
     same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0 and not e.get("touched")]
