@@ -402,8 +402,10 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
     tried = [e for e in tried if first <= e["step"] <= last]
     lr = facts.column("lr")
-    rises = lr is not None and len(lr) > 8 and bool((np.diff(lr) >= 0).all()) and lr[-1] > 1.2 * lr[len(lr) // 2]
-    gone = [rises or facts.length(e["step"]) < _GONE for e in tried]  # a warm-up longer than the run
+    short_of = lr is not None and len(lr) > _SAME and bool((np.diff(lr) >= 0).all()) and lr[-1] > 1.2 * lr[len(lr) // 2]
+    clip = facts.clip if event is not None and event.kind == "flat" else None
+    short_of |= clip is not None and float(np.nanmedian(clip)) > 20
+    gone = [short_of or facts.length(e["step"]) < _GONE for e in tried]  # a warm-up longer than the run, a tiny norm
     short = [_still_helps(e) or (g and e["loss_longer"] <= e["loss"]) for e, g in zip(tried, gone, strict=True)]
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
