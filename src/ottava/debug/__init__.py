@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.experiments.bisect import bisect as bisect
     from ottava.interop.contents import read_scaling_state as read_scaling_state
     from ottava.measure.observer import Observation as Observation
-    from ottava.measure.observer import Slots as Slots
     from ottava.measure.observer import observe as observe
     from ottava.measure.statistics import STATISTICS as STATISTICS
     from ottava.measure.statistics import Statistic as Statistic
@@ -34,7 +33,7 @@ _HOMES = MappingProxyType(
         "ottava.diagnose.history": ("replay",),
         "ottava.diagnose.what_if": ("predict",),
         "ottava.interop.contents": ("read_scaling_state",),
-        "ottava.measure.observer": ("Observation", "Slots", "observe"),
+        "ottava.measure.observer": ("Observation", "observe"),
         "ottava.measure.statistics": ("STATISTICS", "Statistic"),
         "ottava.record.amaxes": ("read_series",),
         "ottava.record.dumps": ("read_dump", "save_batch"),
