@@ -7,14 +7,13 @@ training step has the same bits with and without. Outside the context there are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need, need_known
 from ottava.base.text import columns, data_frame, html_table, number
@@ -28,8 +27,6 @@ from ottava.weights.parameter import is_quantized_weight
 
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
-Take = Callable[[Key, Tensor, QuantizedTensor], None]
-"""A function that gets one cast: its key, the tensor, and the operand made of it."""
 _SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 """Statistics that a printed observation shows; `table` has all of them."""
 
@@ -128,32 +125,20 @@ def observe(model: nn.Module, *, detail: Detail = "blocks") -> Iterator[Observat
         >>> [(row["tensor"], row["format"], row["underflow_pct"]) for row in seen.table()]
         [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
     """
-    seen = Observation()
-    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure_packed(x, x_q, detail=detail).tally()))
-    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
-        for handle in handles:
-            stack.enter_context(handle)
-        yield seen
-
-
-def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
-    """Calls `take` with every cast at the doors of a model until the handles are removed."""
     need("observe", model, nn.Module)
-    handles = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Doors):
-            continue
-        layer = name.removesuffix("quantizers").removesuffix(".")
-        for tensor, door in module.named_children():
-            handles.append(door.register_forward_hook(partial(_report, take, layer, tensor)))
-    return handles
+    seen = Observation()
 
+    def measure(layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args := in_numbers(args):
+            for direction, x, x_q in casts_of(args[0], *output):
+                seen.add((layer, tensor, direction, x_q.spec), measure_packed(x, x_q, detail=detail).tally())
 
-def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if not (args := in_numbers(args)):
-        return
-    for direction, x, x_q in casts_of(args[0], *output):
-        take((layer, tensor, direction, x_q.spec), x, x_q)
+    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
+        for name, module in model.named_modules():
+            layer = name.removesuffix("quantizers").removesuffix(".")
+            for tensor, door in module.named_children() if isinstance(module, Doors) else ():
+                stack.enter_context(door.register_forward_hook(partial(measure, layer, tensor)))
+        yield seen
 
 
 def known_or_last(value: float) -> float:
