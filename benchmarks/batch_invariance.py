@@ -6,14 +6,15 @@ with `autocast(batch_invariant=True)` and without, one thread.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import ottava
+from ottava.bench.method import interleaved
 from ottava.nn import KVCache, RotaryEmbedding, TransformerLayer
 
 
@@ -40,24 +41,23 @@ def block(recipe: str) -> dict[str, Callable[[], object]]:
     return {"train, 512 tokens": train, "decode, 1 token": decode}
 
 
+def repeated(work: Callable[[], object], times: int, invariant: bool) -> None:
+    """The work, so many times."""
+    for _ in range(times):
+        with ottava.autocast(batch_invariant=invariant):
+            work()
+
+
 def main(rounds: int = 15) -> None:
     """Prints medians and the quartiles of the ratio of each round."""
     torch.set_num_threads(1)
     for recipe in ("rowwise", "blockwise", "mxfp8"):
         for name, work in block(recipe).items():
-            seconds: dict[bool, list[float]] = {False: [], True: []}
-            for _ in range(rounds + 2):
-                for invariant in (False, True):
-                    start = time.process_time()
-                    for _ in range(20 if name.startswith("decode") else 1):
-                        with ottava.autocast(batch_invariant=invariant):
-                            work()
-                    seconds[invariant].append(time.process_time() - start)
-            plain, held = (times[2:] for times in seconds.values())
-            low, ratio, high = statistics.quantiles([b / a for a, b in zip(plain, held, strict=True)], n=4)
-            scale = 1e3 / (20 if name.startswith("decode") else 1)
-            times = f"{scale * statistics.median(plain):.2f} -> {scale * statistics.median(held):.2f} ms"
-            print(f"{recipe}, {name}: {times}, {ratio:.2f} times [{low:.2f}-{high:.2f}]")
+            times = 20 if name.startswith("decode") else 1
+            both = {str(on): partial(repeated, work, times, on) for on in (False, True)}
+            plain, held = interleaved(both, rounds, clock=time.process_time)
+            took = f"{plain.milliseconds / times:.2f} -> {held.milliseconds / times:.2f} ms"
+            print(f"{recipe}, {name}: {took}, {held.ratio:.2f} times [{held.quartiles[0]:.2f}-{held.quartiles[1]:.2f}]")
 
 
 if __name__ == "__main__":

@@ -43,14 +43,19 @@ HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs" / "blind"
 
 
-def watched(script: Path, word: str, ranks: int, folder: Path, *options: str) -> tuple[Path, str]:
+def ran(script: Path, word: str, ranks: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script under the watch."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", str(folder)]
+    command += [*options, "--", str(script), word]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=900)
+
+
+def watched(script: Path, word: str, ranks: int, folder: Path) -> tuple[Path, str]:
     """Runs a script under the watch once; returns its run folder and the end of its error, if it failed."""
     if not (folder / "watch.json").is_file():
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", str(folder)]
-        command += [*options, "--", str(script), word]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=900)
+        done = ran(script, word, ranks, folder)
         if done.returncode and not (folder / "watch.json").is_file():
             return folder, done.stderr[-400:]
     return folder, ""
@@ -122,16 +127,7 @@ def retrained(folder: Path, case: dict[str, Any]) -> dict[str, Any] | None:
 def printed(script: Path, word: str, ranks: int, *options: str) -> float:
     """The number that a script prints last, under a watch with options; the watch takes no part in it."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", f"{folder}/run"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*command, *options, "--", str(script), word],
-            cwd=script.parent,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        done = ran(script, word, ranks, Path(folder, "run"), *options)
     return float(next(line for line in reversed(done.stdout.splitlines()) if "final" in line).split()[-1])
 
 

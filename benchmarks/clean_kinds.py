@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from clean_trainings import Clusters, Low, Text, clean, lm_loss, mlp, sentences
+from clean_trainings import Clusters, Low, Text, clean, fit, lm_loss, mlp, sentences, take
 from torch import Tensor, nn
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_adam = functools.partial(torch.optim.Adam, lr=2e-3)
 
 
 def adam(*models: nn.Module, lr: float = 2e-3) -> torch.optim.Optimizer:
     """Adam over all parameters."""
     return torch.optim.Adam(itertools.chain(*(m.parameters() for m in models)), lr)
-
-
-def take(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """A step."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def there(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
@@ -138,17 +133,16 @@ def learns_to_learn(low: Low) -> None:
 @clean
 def slow_weights(low: Low) -> None:
     """Lookahead: every five steps the weights go back half of the way."""
-    model, draw = low(mlp(64, 96, 8)), Clusters()
-    optimizer, slow = adam(model), [p.detach().clone() for p in model.parameters()]
-    for step in range(120):
-        x, y = draw(64)
-        with low.cast():
-            out = model(x)
-        take(optimizer, F.cross_entropy(out.float(), y))
+    start = mlp(64, 96, 8)
+    slow = [p.detach().clone() for p in start.parameters()]
+
+    def back(model: nn.Module, optimizer: Any, step: int) -> None:
         if step % 5 == 4:
             with torch.no_grad():
                 for p, s in zip(model.parameters(), slow, strict=True):
                     p.copy_(s.lerp_(p, 0.5))
+
+    fit(low, start, Clusters(), make=_adam, after=back)
 
 
 @clean
@@ -217,12 +211,7 @@ def part_of_a_checkpoint(low: Low) -> None:
     draw = Clusters()
     old, model = mlp(64, 96, 96, 4), low(mlp(64, 96, 96, 8))
     model.load_state_dict({n: x for n, x in old.state_dict().items() if x.shape[0] == 96}, strict=False)
-    optimizer = adam(model)
-    for _ in range(100):
-        x, y = draw(64)
-        with low.cast():
-            out = model(x)
-        take(optimizer, F.cross_entropy(out.float(), y))
+    fit(low, model, draw, steps=100, make=_adam)
 
 
 @clean
@@ -296,8 +285,8 @@ def rounds_by_hand(low: Low) -> None:
 @clean
 def packs_what_is_saved(low: Low) -> None:
     """What autograd keeps is cast to E4M3 with a scale."""
-    model, draw = low(mlp(64, 128, 128, 8)), Clusters()
-    optimizer, own = adam(model), {p.data_ptr() for p in model.parameters()}
+    model = mlp(64, 128, 128, 8)
+    own = {p.data_ptr() for p in model.parameters()}
 
     def pack(x: Tensor) -> Any:
         if not x.is_floating_point() or x.numel() < 2048 or x.data_ptr() in own or x.dtype.itemsize < 2:
@@ -308,11 +297,8 @@ def packs_what_is_saved(low: Low) -> None:
     def unpack(kept: Any) -> Tensor:
         return (kept[0].float() / kept[1]).to(kept[2]) if isinstance(kept, tuple) else kept
 
-    for _ in range(100):
-        x, y = draw(64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), low.cast():
-            out = model(x)
-        take(optimizer, F.cross_entropy(out.float(), y))
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        fit(low, model, Clusters(), steps=100, make=_adam)
 
 
 @clean

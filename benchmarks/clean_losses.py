@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from clean_trainings import Clusters, Low, Text, clean, fit, lm_loss, mlp, sentences, sgd_plain
+from clean_trainings import Clusters, Low, Text, clean, fit, lm_loss, mlp, sentences, sgd_plain, take
 from torch import Tensor, nn
 
 # language
@@ -33,10 +33,7 @@ def language_tied_dropout(low: Low) -> None:
     for step in range(120):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(step / 20, 1)  # a warm-up from 0
-        loss = lm_loss(model, low, sentences(16), smooth=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take(optimizer, lm_loss(model, low, sentences(16), smooth=0.1))
 
 
 @clean
@@ -59,9 +56,7 @@ def masked_language(low: Low) -> None:
         with low.cast():
             out = model(ids.masked_fill(hidden, 64))
         labels = ids.masked_fill(~hidden, -100)
-        optimizer.zero_grad()
-        F.cross_entropy(out.flatten(0, 1).float(), labels.flatten()).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(out.flatten(0, 1).float(), labels.flatten()))
 
 
 @clean
@@ -75,9 +70,7 @@ def answers_only(low: Low) -> None:
         labels[:, :18] = -100
         with low.cast():
             out = model(ids[:, :-1])
-        optimizer.zero_grad()
-        F.cross_entropy(out.flatten(0, 1).float(), labels.flatten()).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(out.flatten(0, 1).float(), labels.flatten()))
 
 
 @clean
@@ -98,9 +91,7 @@ def recurrent(low: Low) -> None:
         x, y = draw(16)
         with low.cast():
             out = model(torch.stack([x + torch.randn_like(x) for _ in range(16)]))
-        optimizer.zero_grad()
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(out.float(), y))
 
 
 @clean
@@ -122,9 +113,7 @@ def graph(low: Low) -> None:
         near = (y[:, None] == y).float() + (torch.rand(96, 96) < 0.02)
         with low.cast():
             out = model(x, near / near.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(out.float(), y))
 
 
 # losses that are no cross-entropy
@@ -142,14 +131,10 @@ def adversaries(low: Low) -> None:
         with low.cast():
             fake = maker(torch.randn(64, 16))
             loss = F.softplus(-judge(real).float()).mean() + F.softplus(judge(fake.detach()).float()).mean()
-        second.zero_grad()
-        loss.backward()
-        second.step()
+        take(second, loss)
         with low.cast():
             loss = F.softplus(-judge(maker(torch.randn(64, 16))).float()).mean()
-        first.zero_grad()
-        loss.backward()
-        first.step()
+        take(first, loss)
 
 
 @clean
@@ -164,9 +149,7 @@ def policy_gradient(low: Low) -> None:
         action = chances.sample()
         reward = ((state @ secret).argmax(1) == action).float() + 0.5 * torch.randn(32)
         loss = -((reward - reward.mean()) * chances.log_prob(action)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take(optimizer, loss)
 
 
 @clean
@@ -181,9 +164,7 @@ def value_with_target(low: Low) -> None:
             wanted = (state @ reward).gather(1, action)[:, 0] + 0.9 * target(after).float().amax(1)
         with low.cast():
             found = model(state).gather(1, action)[:, 0]
-        optimizer.zero_grad()
-        F.smooth_l1_loss(found.float(), wanted).backward()
-        optimizer.step()
+        take(optimizer, F.smooth_l1_loss(found.float(), wanted))
         with torch.no_grad():
             for mine, p in zip(target.parameters(), model.parameters(), strict=True):
                 mine.lerp_(p, 0.05)
@@ -192,16 +173,10 @@ def value_with_target(low: Low) -> None:
 @clean
 def averaged(low: Low) -> None:
     """An average of the weights, evaluated in the loop by swapping it in and out."""
-    model, draw = low(mlp(64, 128, 8)), Clusters()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    average = [p.detach().clone() for p in model.parameters()]
-    for step in range(120):
-        x, y = draw(64)
-        with low.cast():
-            out = model(x)
-        optimizer.zero_grad()
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
+    start, draw = mlp(64, 128, 8), Clusters()
+    average = [p.detach().clone() for p in start.parameters()]
+
+    def swap(model: nn.Module, optimizer: Any, step: int) -> None:
         with torch.no_grad():
             for mine, p in zip(average, model.parameters(), strict=True):
                 mine.lerp_(p, 0.1)
@@ -213,6 +188,8 @@ def averaged(low: Low) -> None:
                 model.train()
                 for p, mine in zip(model.parameters(), kept, strict=True):
                     p.copy_(mine)
+
+    fit(low, start, draw, after=swap)
 
 
 @clean
@@ -248,9 +225,7 @@ def autoencoder(low: Low) -> None:
         with low.cast():
             out, gap = model(x)
         loss = (out.float() - x).square().sum(1).mean() + min(1.0, max(0, step - 60) / 40) * gap
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take(optimizer, loss)
 
 
 @clean
@@ -265,9 +240,7 @@ def contrastive(low: Low) -> None:
             a, b = one(x), two(x + 0.3 * torch.randn_like(x))
         scores = heat.exp() * F.normalize(a.float(), dim=1) @ F.normalize(b.float(), dim=1).t()
         labels = torch.arange(64)
-        optimizer.zero_grad()
-        ((F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2).backward()
-        optimizer.step()
+        take(optimizer, (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2)
 
 
 @clean
@@ -281,9 +254,7 @@ def denoises(low: Low) -> None:
         noise = torch.randn_like(x)
         with low.cast():
             out = model(torch.cat([(x + level * noise) / (1 + level), level.log() / 4], 1))
-        optimizer.zero_grad()
-        F.mse_loss(out.float(), noise).backward()
-        optimizer.step()
+        take(optimizer, F.mse_loss(out.float(), noise))
 
 
 @clean
@@ -297,23 +268,18 @@ def ranking(low: Low) -> None:
             score = model(x)[:, 0].float()
         better = (x @ secret)[:, None] > (x @ secret)[None]
         loss = F.softplus(-(score.unsqueeze(1) - score.unsqueeze(0)))[better].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take(optimizer, loss)
 
 
 @clean
 def plateau(low: Low) -> None:
     """Parity of four bits: flat for long, as hard tasks are."""
-    model = low(mlp(16, 128, 128, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(150):
-        x = torch.randint(2, (64, 16)).float()
-        with low.cast():
-            out = model(2 * x - 1)
-        optimizer.zero_grad()
-        F.cross_entropy(out.float(), x[:, :4].sum(1).long() % 2).backward()
-        optimizer.step()
+
+    def bits(n: int) -> tuple[Tensor, Tensor]:
+        x = torch.randint(2, (n, 16)).float()
+        return 2 * x - 1, x[:, :4].sum(1).long() % 2
+
+    fit(low, mlp(16, 128, 128, 2), bits, steps=150, make=lambda p: torch.optim.SGD(p, lr=0.05))
 
 
 @clean
@@ -343,9 +309,7 @@ def bf16_weights(low: Low) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(120):
         x, y = draw(64)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.bfloat16()), y).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(model(x.bfloat16()), y))
 
 
 @clean

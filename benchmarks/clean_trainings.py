@@ -105,6 +105,13 @@ def lm_loss(model: nn.Module, low: Low, ids: Tensor, smooth: float = 0.0) -> Ten
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), label_smoothing=smooth)
 
 
+def take(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A step."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def fit(low: Low, model: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], **how: Any) -> None:
     """A plain loop over classes. how: steps, batch, lr, make (of the optimizer), clip, smooth, after (a step)."""
     low(model)
@@ -172,16 +179,9 @@ def one_cycle(low: Low) -> None:
 @clean
 def new_optimizer_each_task(low: Low) -> None:
     """Tasks after one another, each with an optimizer of its own: the loss jumps each time."""
-    model = low(mlp(64, 128, 128, 8))
+    model = mlp(64, 128, 128, 8)
     for _ in range(4):
-        draw, optimizer = Clusters(), torch.optim.Adam(model.parameters(), lr=2e-3)
-        for _ in range(40):
-            x, y = draw(64)
-            with low.cast():
-                out = model(x)
-            optimizer.zero_grad()
-            F.cross_entropy(out.float(), y).backward()
-            optimizer.step()
+        fit(low, model, Clusters(), steps=40, make=lambda p: torch.optim.Adam(p, lr=2e-3))
 
 
 # batches
@@ -348,15 +348,8 @@ def head_only(low: Low) -> None:
                 x = self.trunk(x)
             return self.head(x)
 
-    model, draw = low(Probe()), Clusters()
-    optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-3)  # type: ignore[union-attr]
-    for _ in range(100):
-        x, y = draw(64)
-        with low.cast():
-            out = model(x)
-        optimizer.zero_grad()
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
+    model = Probe()
+    fit(low, model, Clusters(), steps=100, make=lambda _: torch.optim.AdamW(model.head.parameters(), lr=2e-3))
 
 
 @clean
@@ -405,9 +398,7 @@ def experts(low: Low) -> None:
         x, y = draw(64)
         with low.cast():
             out, balance = model(x)
-        optimizer.zero_grad()
-        (F.cross_entropy(out.float(), y) + 0.01 * balance).backward()
-        optimizer.step()
+        take(optimizer, F.cross_entropy(out.float(), y) + 0.01 * balance)
 
 
 @clean
@@ -440,9 +431,7 @@ def several_tasks(low: Low) -> None:
             loss = F.cross_entropy(one(hidden).float(), y)
             if step % 2:
                 loss = loss + 5 * F.mse_loss(two(hidden)[:, 0].float(), x.sum(1) / 8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take(optimizer, loss)
 
 
 @clean
@@ -456,6 +445,4 @@ def frozen_teacher(low: Low) -> None:
             wanted = teacher(x).softmax(-1)
         with low.cast():
             out = model(x)
-        optimizer.zero_grad()
-        F.kl_div(out.float().log_softmax(-1), wanted, reduction="batchmean").backward()
-        optimizer.step()
+        take(optimizer, F.kl_div(out.float().log_softmax(-1), wanted, reduction="batchmean"))

@@ -1,14 +1,13 @@
 """What FP4 costs: `python benchmarks/fp4.py errors`, or `steps`.
 
 errors   mean squared error of casts of one million numbers N(0, 1)
-steps    CPU time of one linear layer's step under each FP4 recipe, over that under nvfp4; the median of nine steps
+steps    CPU time of one linear layer's step under each FP4 recipe, over that under nvfp4; medians of nine steps
 
 A step is forward and backward with a weight that has changed. The recipes take turns.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 import ottava
+from ottava.bench.method import interleaved
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
@@ -64,7 +64,7 @@ def errors() -> None:
 
 
 def step_of(recipe: str, tokens: int, inputs: int, outputs: int) -> Callable[[], None]:
-    """One step of a layer, which has run twice."""
+    """One step of a layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False).bfloat16())
     ottava.convert(model, recipe)
@@ -76,8 +76,6 @@ def step_of(recipe: str, tokens: int, inputs: int, outputs: int) -> Callable[[],
             next(model.parameters()).mul_(1.0)  # its cast is made anew
         model(x).backward(dy)
 
-    step()
-    step()
     return step
 
 
@@ -86,14 +84,8 @@ def steps() -> None:
     torch.set_num_threads(1)
     for sizes in SIZES:
         work = {recipe: step_of(recipe, *sizes) for recipe in MEASURED}
-        times: dict[str, list[float]] = {recipe: [] for recipe in MEASURED}
-        for _ in range(STEPS):
-            for recipe, step in work.items():
-                began = time.process_time()
-                step()
-                times[recipe].append(1000 * (time.process_time() - began))
-        medians = {recipe: statistics.median(taken) for recipe, taken in times.items()}
-        print(*sizes, *(f"{r} {ms:.1f} ms ({ms / medians['nvfp4']:.2f})" for r, ms in medians.items()), sep="  ")
+        timings = interleaved(work, STEPS, clock=time.process_time)
+        print(*sizes, *(f"{one.name} {one.milliseconds:.1f} ms ({one.ratio:.2f})" for one in timings), sep="  ")
 
 
 if __name__ == "__main__":

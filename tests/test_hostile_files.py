@@ -15,7 +15,7 @@ import torch
 from fuzz.mutations import record
 from fuzz.parsers import watched
 from ottava.cli.app import app
-from ottava.interop.contents import StateFileError, read_scaling_state
+from ottava.interop.contents import StateFileError, read_contents
 from ottava.interop.event_file import masked_crc, read_scalars
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import DamagedError, load_pickle, load_torch
@@ -89,7 +89,7 @@ def test_the_files_of_the_review_are_refused_at_once(tmp_path: Path) -> None:
     began = time.process_time()
     for name, says in (("shared.pt", "counted along every path"), ("expanded.pt", "more numbers than the file")):
         with pytest.raises(StateFileError, match=says):
-            read_scaling_state(tmp_path / name)
+            read_contents(tmp_path / name)
     claim = struct.pack("<Q", 40 << 30)
     events = tmp_path / "events.out.tfevents.1"
     events.write_bytes(claim + struct.pack("<I", masked_crc(claim)) + b"x" * 100)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import ottava
 from command import run
 from ottava.base.untrusted import UntrustedError
-from ottava.interop.contents import StateFileError, read_scaling_state
+from ottava.interop.contents import StateFileError, read_contents
 from serving_samples import TEXT, exported
 
 # --- inspect ---------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_folder_becomes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["tensors"] == len(layer.state_dict())
     found = load_file(tmp_path / "whole" / "model.safetensors")
     assert torch.equal(found["fc.weight"], layer.weight)
-    shown = [str(read_scaling_state(tmp_path / name)).split("\n", 1)[1] for name in ("shards", "whole")]
+    shown = [str(read_contents(tmp_path / name).state).split("\n", 1)[1] for name in ("shards", "whole")]
     assert "fc" in shown[0]
     assert shown[0] == shown[1]
 

@@ -28,7 +28,7 @@ from ottava.optim.engine import BOUND, group_scales, widened
 from ottava.plan.fleet import Mesh, predict
 from ottava.record.reader import Run
 from ottava.train import ranks as faults
-from ottava.train.checkpoint import _optimizer_entries, consolidate, newest_checkpoint, read_whole
+from ottava.train.checkpoint import _optimizer_entries, consolidate, newest_checkpoint, read_any
 from ottava.train.config import TrainConfig, load_config
 from ottava.train.loop import Trainer
 from ottava.train.model import ByteTransformer
@@ -210,7 +210,7 @@ def experts_stay_near_one_process(world: World) -> None:
     one = newest_checkpoint(witness(world, "experts") / "checkpoints")[0]
     assert one is not None
     run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", "checkpoint.every=2", resume=True)
-    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000004"))
+    got = read_any(Path(world.folder, folder, "checkpoints", "step-000004"))
     assert all(got.tensors[name].shape == t.shape for name, t in one.tensors.items() if name.startswith("model."))
     assert abs(curve(Path(world.folder, folder))[-1][1] - expected[-1][1]) < 0.1
 
@@ -253,7 +253,7 @@ def read_by(world: World, source: Path, layout: str) -> None:
     saved = trainer.save()
     trainer.close()
     if world.rank == 0:
-        found, again = newest_checkpoint(source.parent)[0], read_whole(saved).tensors
+        found, again = newest_checkpoint(source.parent)[0], read_any(saved).tensors
         assert found is not None
         whole = dict(found.tensors)
         for parameter, state in _optimizer_entries(whole).items() if source.is_file() else ():  # codes
@@ -297,7 +297,7 @@ def every_storage_is_resumed_to_the_bit(world: World) -> None:
         run_of(world, f"half-{name}", *own, "checkpoint.asynchronous=true", steps=2)
         run_of(world, f"half-{name}", *own, resume=True)
         last = Path("checkpoints", "step-000004")
-        whole, resumed = (read_whole(Path(world.folder, f"{part}-{name}") / last).tensors for part in ("whole", "half"))
+        whole, resumed = (read_any(Path(world.folder, f"{part}-{name}") / last).tensors for part in ("whole", "half"))
         assert whole.keys() == resumed.keys()
         for key, tensor in whole.items():
             assert torch.equal(as_bytes(tensor), as_bytes(resumed[key])), (name, key)
@@ -346,7 +346,7 @@ def one_file_of_a_folder(world: World) -> None:
         consolidate(source, target, keep=False)
         from safetensors.torch import load_file
 
-        whole = {name.removeprefix("model."): t for name, t in read_whole(source).tensors.items() if "model." in name}
+        whole = {name.removeprefix("model."): t for name, t in read_any(source).tensors.items() if "model." in name}
         found = load_file(target / "model.safetensors")
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], whole[name]) for name in whole)

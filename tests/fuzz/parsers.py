@@ -35,7 +35,7 @@ from ottava.base.settings import apply_override
 from ottava.base.untrusted import parse_json, parse_yaml
 from ottava.cli.app import app
 from ottava.compat.checkpoints import import_checkpoint, read_state
-from ottava.interop.contents import read_contents, read_scaling_state
+from ottava.interop.contents import read_contents
 from ottava.interop.event_file import EventWriter, read_scalars
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import check_tensors, load_pickle, load_torch
@@ -715,7 +715,7 @@ PARSERS: tuple[Parser, ...] = (
     Parser("engine config", _engine, _parity),
     Parser("eval", _engine, _answers),
     Parser("pickle", _pickles, _read_all(lambda path: load_pickle(path.read_bytes())), mutations.one_file),
-    Parser("scaling state", _states, _read_all(read_scaling_state)),
+    Parser("scaling state", _states, _read_all(read_contents)),
     Parser("torch.save", _checkpoints, _read_checkpoints),
     Parser("event file", _events, _read_all(lambda path: list(read_scalars(path)))),
     Parser("import of events", _events, _import),

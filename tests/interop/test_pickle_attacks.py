@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ottava.compat.checkpoints import read_state
-from ottava.interop.contents import read_contents, read_scaling_state
+from ottava.interop.contents import read_contents
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import DamagedError, load_pickle, load_torch
 
@@ -108,9 +108,8 @@ DOORS: dict[str, tuple[Callable[[Path], object], Callable[[bytes], bytes]]] = {
     "load_pickle": (lambda path: load_pickle(path.read_bytes()), bytes),
     "load_torch": (load_torch, zipped),
     "load_torch, old format": (load_torch, legacy),
-    "scaling state": (read_scaling_state, zipped),
-    "scaling state, nested": (read_scaling_state, nested),
     "inspect": (read_contents, zipped),
+    "inspect, nested state": (read_contents, nested),
     "import of a checkpoint": (read_state, legacy),
     "import of dumps": (lambda path: import_run(path, path.with_name("run")), zipped),
 }

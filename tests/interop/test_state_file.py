@@ -21,9 +21,15 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 import ottava
-from ottava.interop.contents import StateFileError, TensorState, read_scaling_state
+from ottava.interop.contents import ScalingStateFile, StateFileError, TensorState, read_contents
 
 FP8_MAX = {"fwd": 448.0, "bwd": 57344.0}
+
+
+def read_state(path: Path) -> ScalingStateFile:
+    found = read_contents(path).state
+    assert found is not None
+    return found
 
 
 # --- ottava's own -----------------------------------------------------------------------------------------------------
@@ -54,7 +60,7 @@ def test_shows_the_state_of_a_trained_model(save: Callable[[dict[str, Any], Path
     """Every number is that of the door's own buffers, and every scale is seen to follow from its history."""
     model = trained()
     save(model.state_dict(), tmp_path / "file")
-    found = read_scaling_state(tmp_path / "file")
+    found = read_state(tmp_path / "file")
     assert (found.source, found.problems) == ("ottava", [])
     assert len(found.rows) == 6
     for row in found.rows:
@@ -76,7 +82,7 @@ def test_counts_and_empty_histories_are_told(tmp_path: Path) -> None:
     model(x).sum().backward()
     optimizer.step()
     torch.save(model.state_dict(), tmp_path / "file.pt")
-    found = read_scaling_state(tmp_path / "file.pt")
+    found = read_state(tmp_path / "file.pt")
     (row,) = [row for row in found.rows if (row.layer, row.tensor) == ("0", "input")]
     assert (row.filled, row.scale, row.nonfinite, row.follows) == (0, 0.0, 1, None)
     beginnings = ["no history yet", "had steps with an amax of inf or nan"]
@@ -110,7 +116,7 @@ def test_setting_behind_a_scale_is_recognised(change: dict[str, Any], expected: 
         layer(torch.full((4, 64), size, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
     torch.save(layer.state_dict(), tmp_path / "file.pt")
-    found = read_scaling_state(tmp_path / "file.pt")
+    found = read_state(tmp_path / "file.pt")
     assert found.rows[0].follows == expected
     assert found.problems == []
 
@@ -138,7 +144,7 @@ def test_contradictions_are_problems(harm: Callable[[dict[str, Tensor]], None], 
     state = {name: tensor.clone() for name, tensor in trained().state_dict().items()}
     harm(state)
     torch.save(state, tmp_path / "file.pt")
-    found = read_scaling_state(tmp_path / "file.pt")
+    found = read_state(tmp_path / "file.pt")
     (problem,) = found.problems
     assert problem.startswith(f"0 input: {said}")
     assert problem.removeprefix("0 input: ") in str(found)
@@ -245,7 +251,7 @@ def as_bytesio(state: Any) -> io.BytesIO:
 
 
 def rows_of(path: Path) -> dict[tuple[str, str], TensorState]:
-    return {(row.layer, row.tensor): row for row in read_scaling_state(path).rows}
+    return {(row.layer, row.tensor): row for row in read_state(path).rows}
 
 
 @pytest.mark.parametrize("length", [2, 4, 16])
@@ -258,7 +264,7 @@ def test_shows_what_transformer_engine_predicts_from(length: int, algorithm: str
     """
     state, staged = te_state(length=length, steps=6, algorithm=algorithm, margin=margin)
     torch.save({"fc.weight": torch.ones(2, 2), "fc._extra_state": as_uint8(state)}, tmp_path / "te.pt")
-    found = read_scaling_state(tmp_path / "te.pt")
+    found = read_state(tmp_path / "te.pt")
     assert (found.source, found.problems) == ("transformer_engine", [])
     assert f"amax_history_len={length}" in found.recipes[0]
     assert "largest numbers 448 forward, 57344 backward" in found.recipes[0]
@@ -299,7 +305,7 @@ def test_a_scale_that_transformer_engine_cannot_have_made_is_a_problem(tmp_path:
     state, _ = te_state(length=8, steps=3)
     state["scale_fwd"][0] /= 2
     torch.save({"fc._extra_state": as_uint8(state)}, tmp_path / "te.pt")
-    (problem,) = read_scaling_state(tmp_path / "te.pt").problems
+    (problem,) = read_state(tmp_path / "te.pt").problems
     assert problem.startswith("fc input: the scale does not follow from the history")
 
 
@@ -307,7 +313,7 @@ def test_module_that_never_ran_is_a_note_and_history_of_one_cannot_be_checked(tm
     """With L = 1 TE keeps nothing but the staging row, which it clears: 0 entries, and a scale from the last step."""
     never, one = te_state(length=4, steps=0)[0], te_state(length=1, steps=3)[0]
     torch.save({"never._extra_state": as_uint8(never), "one._extra_state": as_uint8(one)}, tmp_path / "te.pt")
-    found = read_scaling_state(tmp_path / "te.pt")
+    found = read_state(tmp_path / "te.pt")
     assert found.problems == []
     rows = rows_of(tmp_path / "te.pt")
     assert rows["never", "input"].notes == ("no history yet: the next cast multiplies by 1",)
@@ -359,7 +365,7 @@ def test_file_that_would_run_a_command_is_refused_and_runs_nothing(
     marker, path = tmp_path / "ran", tmp_path / "evil"
     hide(RunsACommand(marker), path)
     with pytest.raises(StateFileError, match=r"system") as caught:
-        read_scaling_state(path)
+        read_state(path)
     assert caught.value.exit_code == 4
     assert "\n" not in str(caught.value)
     assert not marker.exists()
@@ -378,7 +384,7 @@ def test_storage_bytes_inside_a_pickle_are_not_trusted_either(tmp_path: Path) ->
 
     torch.save({"fc._extra_state": as_uint8({"scale_fwd": HiddenDeeper()})}, tmp_path / "evil.pt")
     with pytest.raises(StateFileError):
-        read_scaling_state(tmp_path / "evil.pt")
+        read_state(tmp_path / "evil.pt")
     assert not marker.exists()
 
 
@@ -403,7 +409,7 @@ def test_damaged_file_is_refused_in_one_sentence(
     save(trained().state_dict(), path)
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StateFileError, match="is cut short, damaged or no") as caught:
-        read_scaling_state(path)
+        read_state(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
@@ -418,7 +424,7 @@ def test_damaged_extra_state_is_refused_in_one_sentence(
     cut = data[: int(len(data) * keep)]
     torch.save({"fc._extra_state": torch.frombuffer(bytearray(cut), dtype=torch.uint8)}, tmp_path / "te.pt")
     with pytest.raises(StateFileError, match=r"fc\._extra_state: is cut short or damaged") as caught:
-        read_scaling_state(tmp_path / "te.pt")
+        read_state(tmp_path / "te.pt")
     assert "\n" not in str(caught.value)
 
 
@@ -436,9 +442,7 @@ def ours_with(**parts: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "contents, said",
     [
-        (lambda: {"fc.weight": torch.ones(2)}, "holds no scaling state"),
-        (lambda: [1, 2], "holds no scaling state"),
-        (lambda: {"a._extra_state": torch.empty(0, dtype=torch.uint8), "b._extra_state": None}, "its 2 states of"),
+        (lambda: [1, 2], "holds no tensor"),
         (lambda: {"fc._extra_state": torch.ones(2)}, "fc._extra_state: got Tensor; needs a uint8 tensor"),
         (lambda: te_with(scale_fwd=torch.ones(4)), "fwd scale and amax_history are"),
         (lambda: te_with(amax_history_bwd=None), "bwd scale and amax_history are"),
@@ -451,7 +455,7 @@ def ours_with(**parts: Any) -> dict[str, Any]:
 def test_foreign_file_is_refused_with_what_is_wrong(contents: Callable[[], Any], said: str, tmp_path: Path) -> None:
     torch.save(contents(), tmp_path / "file.pt")
     with pytest.raises(StateFileError) as caught:
-        read_scaling_state(tmp_path / "file.pt")
+        read_state(tmp_path / "file.pt")
     assert said in str(caught.value)
 
 
@@ -469,11 +473,11 @@ def test_a_header_that_begins_as_a_pickle_is_safetensors(size: int, tmp_path: Pa
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + own :])
     assert path.read_bytes()[0] == 0x80
-    assert len(read_scaling_state(path).rows) == 1
+    assert len(read_state(path).rows) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file that opens and cannot be read")
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.pt").symlink_to("/proc/self/mem")
     with pytest.raises(StateFileError, match=r"a\.pt: Input/output error"):
-        read_scaling_state(tmp_path / "a.pt")
+        read_state(tmp_path / "a.pt")

@@ -17,7 +17,6 @@ import torch
 import ottava
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import measure as native_measure
-from ottava.kernels.triton.statistics import new_slot
 from ottava.measure import walk
 from ottava.measure.tally import (
     DETAIL_WIDTHS,
@@ -27,7 +26,6 @@ from ottava.measure.tally import (
     SUMMED,
     Tally,
     tally_fields,
-    tile_fields,
     unpack,
 )
 
@@ -116,17 +114,13 @@ LINES = (
 )
 SCRIPT = """
 import ottava, torch
-from ottava.measure import walk as measure, observer
+from ottava.measure import walk as measure
 from ottava.kernels.native import measure as native_measure
 x = torch.linspace(-1, 3, 130 * 40).reshape(130, 40)
 x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
 print(measure.measure(x, x_q).sx3)
 native_measure.supports_measure = lambda *_: "not now"
 print(measure.measure(x, x_q).sx3)
-try:
-    observer.Slots(torch.nn.Linear(1, 1))
-except ValueError as error:
-    print(error)
 """
 
 
@@ -144,8 +138,6 @@ def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch
         native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9, 99), 0)
     with pytest.raises(ValueError, match=r"'exponents' is of 8 bins in .*, but of 1024 bins in"):
         native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9, 99), 0)
-    with pytest.raises(ValueError, match=LACKS.format("triton_statistics")):
-        new_slot("cpu", tile_fields("numbers") | {"sx3": 0})
     monkeypatch.setattr(native_measure, "supports_measure", lambda *_: "not now")
     monkeypatch.setattr(walk, "SUMMED", {"blocks": sums | {"sx3": 0}})
     with pytest.raises(ValueError, match=LACKS.format("measure")):
@@ -164,8 +156,7 @@ def test_a_sum_is_a_field_and_a_line_a_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=800)
     assert not said.returncode, said.stderr
-    native, walked, slots = said.stdout.splitlines()
+    native, walked = said.stdout.splitlines()
     truth = float(torch.linspace(-1, 3, 130 * 40).double().pow(3).sum())
     assert float(native) == pytest.approx(truth, rel=1e-6)
     assert float(walked) == pytest.approx(truth, rel=1e-6)
-    assert slots == LACKS.format("triton_statistics")

@@ -292,7 +292,6 @@ def test_what_is_no_module_is_refused_in_words() -> None:
         ("tune", lambda m: ottava.nn.tune(m)),  # type: ignore[arg-type]
         ("plan_model", lambda m: plan_model(m, "tensorwise", tokens=8)),  # type: ignore[arg-type]
         ("observe", lambda m: ottava.debug.observe(m).__enter__()),  # type: ignore[arg-type]
-        ("Slots", lambda m: ottava.debug.Slots(m)),  # type: ignore[arg-type]
     ]
     for name, take in takers:
         for got, words in (

@@ -31,9 +31,9 @@ from ottava.train.checkpoint import (
     newest_checkpoint,
     newest_of_run,
     prune,
+    read_any,
     read_checkpoint,
     read_header,
-    read_whole,
     remove_temporary_files,
     restore_state,
     restore_weights,
@@ -296,7 +296,7 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
         consolidate(folder, tmp_path / "no", keep=False)
     file.write_bytes(b"\xff" * len(whole))
     with pytest.raises(CheckpointError, match="a file of it is damaged"):
-        read_whole(folder)
+        read_any(folder)
     header = '{"format": "ottava.train.shards/1", "step": "4", "files": []}'
     for text in ("{", "[]", "{}", header, header.replace("4", "x").replace("[]", "{}")):
         (folder / HEADER).write_text(text)

@@ -11,9 +11,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.diagnose.history import replay as replay
     from ottava.diagnose.what_if import predict as predict
     from ottava.experiments.bisect import bisect as bisect
-    from ottava.interop.contents import read_scaling_state as read_scaling_state
     from ottava.measure.observer import Observation as Observation
-    from ottava.measure.observer import Slots as Slots
     from ottava.measure.observer import observe as observe
     from ottava.measure.statistics import STATISTICS as STATISTICS
     from ottava.measure.statistics import Statistic as Statistic
@@ -33,8 +31,7 @@ _HOMES = MappingProxyType(
         "ottava.diagnose.diagnose": ("diagnose",),
         "ottava.diagnose.history": ("replay",),
         "ottava.diagnose.what_if": ("predict",),
-        "ottava.interop.contents": ("read_scaling_state",),
-        "ottava.measure.observer": ("Observation", "Slots", "observe"),
+        "ottava.measure.observer": ("Observation", "observe"),
         "ottava.measure.statistics": ("STATISTICS", "Statistic"),
         "ottava.record.amaxes": ("read_series",),
         "ottava.record.dumps": ("read_dump", "save_batch"),

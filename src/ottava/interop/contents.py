@@ -28,7 +28,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -151,38 +151,6 @@ def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
         yield f"{names[0]}{others}: {text}"
 
 
-def read_scaling_state(path: Path | str) -> ScalingStateFile:
-    """Reads the scaling state from a safetensors file, a file of `torch.save`, or a folder of safetensors files, as
-    several processes write them with torch.distributed.checkpoint.
-
-    Raises:
-        StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
-
-    Example:
-        >>> import tempfile, ottava
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
-        >>> report = ottava.convert(model, "delayed")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     torch.save(model.state_dict(), f"{folder}/state.pt")
-        ...     found = read_scaling_state(f"{folder}/state.pt")
-        >>> sorted({row.tensor for row in found.rows})
-        ['grad_output', 'input', 'weight']
-    """
-    path = Path(path)
-    entries = dict(read_entries(path, is_state))
-    found = state_of(path, entries)
-    if found is None:
-        why = f"its {len(entries)} states of TransformerEngine are empty: the recipe keeps none, or FP8 never ran"
-        nothing = "holds no scaling state; only recipes that predict scales (delayed, guarded) keep one"
-        raise StateFileError(f"{path}: {why if entries else nothing}")
-    return found
-
-
-def is_state(name: str) -> bool:
-    """Whether a tensor of this name is scaling state."""
-    return name.endswith(_EXTRA_STATE) or _OURS.fullmatch(name) is not None
-
-
 def state_of(path: Path, entries: Mapping[str, Any]) -> ScalingStateFile | None:
     """The state in these entries of a file; None if there is none."""
     if rows := _ours(path, entries):
@@ -191,8 +159,8 @@ def state_of(path: Path, entries: Mapping[str, Any]) -> ScalingStateFile | None:
     return ScalingStateFile(path, "transformer_engine", tuple(recipes), tuple(rows)) if rows else None
 
 
-def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
-    """The entries of a checkpoint with wanted names: dicts in dicts as one level, in the order of the files.
+def read_entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """The entries of a checkpoint: dicts in dicts as one level, in the order of the files.
 
     Args:
         path: a safetensors file, a file of `torch.save`, or a folder: its safetensors files, those that an index names,
@@ -214,7 +182,7 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
             what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else error
             raise StateFileError(f"{path}: {what}") from error
         try:
-            for name, value in flattened(load_torch(file), wanted) if is_torch else _safetensors(file, wanted):
+            for name, value in flattened(load_torch(file)) if is_torch else _safetensors(file):
                 check_tensors(value, size)
                 yield name, value
         except RefusedError as error:
@@ -241,15 +209,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _safetensors(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+def _safetensors(path: Path) -> Iterator[tuple[str, Any]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  # not a mapping
-            if wanted(name):
-                yield name, file.get_tensor(name)
+            yield name, file.get_tensor(name)
 
 
-def flattened(tree: Any, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
-    """The entries with wanted names of dicts in dicts, names joined by dots; other objects are entries."""
+def flattened(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of dicts in dicts, names joined by dots; other objects are entries."""
     waiting, visits = [("", tree, 0)], 0
     while waiting:
         name, value, depth = waiting.pop()
@@ -259,7 +226,7 @@ def flattened(tree: Any, wanted: Callable[[str], bool] = lambda name: True) -> I
         if isinstance(value, dict):
             below = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
             waiting += reversed(below)
-        elif wanted(name):
+        else:
             yield name, value
 
 
@@ -517,7 +484,7 @@ scale_max=None)
     ranges: dict[str, tuple[float, float]] = {}
     kept: dict[str, Any] = {}
     for entry, value in read_entries(path):
-        if is_state(entry):
+        if entry.endswith(_EXTRA_STATE) or _OURS.fullmatch(entry):
             kept[entry] = value
         for name, tensor in _tensors(entry, value):
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -2,39 +2,31 @@
 
 A forward hook on each Quantizer sees the very tensor and operands that the GEMMs get, so nothing is simulated and the
 training step has the same bits with and without. Outside the context there are no hooks.
-
-`observe` reads numbers back at every cast. Under `Slots` each door has slots on the GPU: a small kernel
-(`kernels.triton.statistics`) adds the sums of a sample of the cast to them, no step waits for the host, and CUDA graphs
-can capture it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need, need_known
 from ottava.base.text import columns, data_frame, html_table, number
 from ottava.engine.quantizer import Doors
-from ottava.kernels.triton.statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.measure.layer_names import symbol
 from ottava.measure.statistics import STATISTICS
-from ottava.measure.tally import Detail, Tally, tile_fields
+from ottava.measure.tally import Detail, Tally
 from ottava.measure.walk import measure_packed
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.weights.parameter import is_quantized_weight
 
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
-Take = Callable[[Key, Tensor, QuantizedTensor], None]
-"""A function that gets one cast: its key, the tensor, and the operand made of it."""
 _SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 """Statistics that a printed observation shows; `table` has all of them."""
 
@@ -133,32 +125,20 @@ def observe(model: nn.Module, *, detail: Detail = "blocks") -> Iterator[Observat
         >>> [(row["tensor"], row["format"], row["underflow_pct"]) for row in seen.table()]
         [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
     """
-    seen = Observation()
-    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure_packed(x, x_q, detail=detail).tally()))
-    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
-        for handle in handles:
-            stack.enter_context(handle)
-        yield seen
-
-
-def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
-    """Calls `take` with every cast at the doors of a model until the handles are removed."""
     need("observe", model, nn.Module)
-    handles = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Doors):
-            continue
-        layer = name.removesuffix("quantizers").removesuffix(".")
-        for tensor, door in module.named_children():
-            handles.append(door.register_forward_hook(partial(_report, take, layer, tensor)))
-    return handles
+    seen = Observation()
 
+    def measure(layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args := in_numbers(args):
+            for direction, x, x_q in casts_of(args[0], *output):
+                seen.add((layer, tensor, direction, x_q.spec), measure_packed(x, x_q, detail=detail).tally())
 
-def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if not (args := in_numbers(args)):
-        return
-    for direction, x, x_q in casts_of(args[0], *output):
-        take((layer, tensor, direction, x_q.spec), x, x_q)
+    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
+        for name, module in model.named_modules():
+            layer = name.removesuffix("quantizers").removesuffix(".")
+            for tensor, door in module.named_children() if isinstance(module, Doors) else ():
+                stack.enter_context(door.register_forward_hook(partial(measure, layer, tensor)))
+        yield seen
 
 
 def known_or_last(value: float) -> float:
@@ -184,81 +164,3 @@ def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, Quant
         yield "row", row.transformed(x), row
     if isinstance(col, QuantizedTensor) and col.data.data_ptr() != memory:
         yield "col", col.transformed(x.t()), col
-
-
-class Slots:
-    """Sums of the casts at the doors of a model, kept on the GPU until `tallies` reads them.
-
-    Args:
-        model: its ottava layers are watched, until `remove` or the end of a `with`.
-        every: one tile of 16 x 128 elements in `every` is measured.
-        detail: "exponents", or "numbers" for no histogram at all.
-    Raises:
-        ValueError: every is less than 1, or another detail.
-
-    These tallies have only the histogram of exponents, and nothing about rows, blocks and scales, which need more than
-    a tile. The first cast of each door makes its slot, so capture a CUDA graph after a warm-up, as torch asks for
-    anyway; each replay reads phase and switch. Compiled code calls no hooks.
-
-    Example:
-        >>> import ottava
-        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
-        >>> report = ottava.convert(model, "tensorwise")
-        >>> with Slots(model, every=8) as slots:
-        ...     y = model(torch.ones(4, 64, dtype=torch.bfloat16))
-        ...     slots.advance()
-        >>> slots.tallies(), set(slots.refused.values())          # on a GPU: (layer, tensor, direction, spec) -> Tally
-        ({}, {'triton: runs on cuda; got cpu'})
-    """
-
-    def __init__(self, model: nn.Module, *, every: int = 64, detail: Detail = "exponents") -> None:
-        need("Slots", model, nn.Module)
-        if every < 1:
-            raise ValueError(f"Slots: every is {every}; needs 1 (each tile) or more")
-        if detail not in ("numbers", "exponents"):
-            raise ValueError(f"Slots: detail is {detail!r}; needs 'numbers' or 'exponents': tiles know no other blocks")
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.every = every
-        self.refused: dict[Key, str] = {}
-        """Casts that the kernel cannot measure -> the reason."""
-        self._empty = new_slot(device, tile_fields(detail))
-        self._slots: dict[Key, Tensor] = {}
-        self._phase = torch.zeros((), dtype=torch.int64, device=device)
-        self._on = torch.ones((), dtype=torch.int32, device=device)
-        self._handles = watch_doors(model, self._take)
-
-    def advance(self) -> None:
-        """Selects other tiles: call it once a step, inside a graph or outside."""
-        self._phase.add_(1)
-
-    def switch(self, on: bool) -> None:
-        """Turns measuring on or off, also in captured graphs. While it is off, a launched kernel returns at once."""
-        self._on.fill_(int(on))
-
-    def clear(self) -> None:
-        """Resets all slots, in place."""
-        for slot in self._slots.values():
-            slot.copy_(self._empty)
-
-    def tallies(self) -> dict[Key, Tally]:
-        """The tallies since the last `clear`. Waits for the device."""
-        return {key: Tally(**read_slot(slot)) for key, slot in self._slots.items()}
-
-    def remove(self) -> None:
-        """Stops measuring; the tallies stay."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def _take(self, key: Key, x: Tensor, x_q: QuantizedTensor) -> None:
-        if reason := supports_statistics(x, x_q):
-            self.refused[key] = reason
-            return
-        if key not in self._slots:
-            self._slots[key] = self._empty.to(x.device, copy=True)
-        fill_slot(self._slots[key], x, x_q, every=self.every, phase=self._phase, on=self._on)

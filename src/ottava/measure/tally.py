@@ -5,9 +5,8 @@ micro-batches, ranks or shards is therefore exactly the tally of the whole, exce
 relative to what one cast saw (the amax, the largest column). A run stores only tallies; `statistics`
 derives every statistic when it reads them, so formulas can be corrected later and runs can be merged.
 
-`Tally` is the only list of sums. A new sum needs one field here and one line in each kernel: `measure`,
-kernels/native/src/numbers.h, and `kernels.triton.statistics` if a tile of elements is enough for it. A kernel without
-the line is refused by name.
+`Tally` is the only list of sums. A new sum needs one field here and one line in each kernel: `measure` and
+kernels/native/src/numbers.h. A kernel without the line is refused by name.
 """
 
 from __future__ import annotations
@@ -47,17 +46,15 @@ PARTS = ("dead", "clipped", "scale", "grid")
 """The parts of an error, see `measure.walk.anatomy`."""
 
 
-_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
+_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers"})
 _MAX = MappingProxyType({**_SUM, "merge": "max"})
 _MIN = MappingProxyType({**_SUM, "merge": "min"})
-# sums about rows, blocks or scales: a tile of elements cannot compute them
-_WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**merge, "tile": False}) for merge in (_SUM, _MAX, _MIN))
-_PART = MappingProxyType({**_WIDE_SUM, "detail": "anatomy"})
+_PART = MappingProxyType({**_SUM, "detail": "anatomy"})
 _OF_CAST = MappingProxyType({"of_cast": True})
 
 
 def _histogram(bins: int, detail: Detail = "numbers", *, of_cast: bool = False) -> Any:
-    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents", "of_cast": of_cast}
+    metadata = {"merge": "sum", "bins": bins, "detail": detail, "of_cast": of_cast}
     return field(default_factory=partial(np.zeros, bins), metadata=metadata)
 
 
@@ -88,13 +85,13 @@ class Tally:
     """Elements that became subnormal numbers of the format, which have fewer bits."""
     n_overflow: Number = field(default=0.0, metadata=_SUM)
     """Clipped elements: beyond the largest number of the format by more than its rounding range."""
-    n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
+    n_rows: Number = field(default=0.0, metadata=_SUM)
     """Rows that are not all zeros."""
-    n_dead: Number = field(default=0.0, metadata={**_WIDE_SUM, **_OF_CAST})
+    n_dead: Number = field(default=0.0, metadata={**_SUM, **_OF_CAST})
     """Channels with 2**-80 of the energy of the largest one or less: an activation that never fires."""
     n_casts: Number = field(default=0.0, metadata={**_SUM, **_OF_CAST})
     """Casts merged here: micro-batches x ranks."""
-    n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
+    n_scales: Number = field(default=0.0, metadata=_SUM)
     """Scales: one per block."""
     sx: Number = field(default=0.0, metadata=_SUM)
     """Sum of x."""
@@ -110,13 +107,13 @@ class Tally:
     """Sum of x * e."""
     srel: Number = field(default=0.0, metadata=_SUM)
     """Sum of |e| / |x| over non-zero x."""
-    scale_log2: Number = field(default=0.0, metadata=_WIDE_SUM)
+    scale_log2: Number = field(default=0.0, metadata=_SUM)
     """Sum of log2(scale)."""
-    scale_log2_squared: Number = field(default=0.0, metadata=_WIDE_SUM)
+    scale_log2_squared: Number = field(default=0.0, metadata=_SUM)
     """Sum of log2(scale)**2."""
-    n_predicted: Number = field(default=0.0, metadata=_WIDE_SUM)
+    n_predicted: Number = field(default=0.0, metadata=_SUM)
     """Casts with a predicted scale."""
-    scale_error: Number = field(default=0.0, metadata=_WIDE_SUM)
+    scale_error: Number = field(default=0.0, metadata=_SUM)
     """Sum of log2(scale used / current scale) over those casts, octaves."""
     amax: Number = field(default=0.0, metadata=_MAX)
     """Largest finite magnitude."""
@@ -124,15 +121,15 @@ class Tally:
     """Smallest magnitude that is not 0; inf if there is none."""
     max_error: Number = field(default=0.0, metadata=_MAX)
     """Largest |e|."""
-    scale_max: Number = field(default=0.0, metadata=_WIDE_MAX)
+    scale_max: Number = field(default=0.0, metadata=_MAX)
     """Largest scale; x * scale is what is rounded."""
-    scale_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
+    scale_min: Number = field(default=math.inf, metadata=_MIN)
     """Smallest scale."""
-    scale_error_max: Number = field(default=-math.inf, metadata=_WIDE_MAX)
+    scale_error_max: Number = field(default=-math.inf, metadata=_MAX)
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
-    scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
+    scale_error_min: Number = field(default=math.inf, metadata=_MIN)
     """Smallest log2(scale used / current scale), octaves: below 0 the cast loses low bits."""
-    top_channel: Number = field(default=0.0, metadata={**_WIDE_MAX, **_OF_CAST})
+    top_channel: Number = field(default=0.0, metadata={**_MAX, **_OF_CAST})
     """Largest share of the energy that one channel (a column) has in a cast."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by the SQNR of the row."""
@@ -186,12 +183,6 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
     for f in fields(Tally):
         if kind == "all" or bool(f.metadata["bins"]) == (kind == "histogram"):
             yield f
-
-
-def tile_fields(detail: Detail) -> dict[str, int]:
-    """Field -> bins (0 for a number) of the sums that a tile of elements can compute: nothing about rows or blocks."""
-    summed = {**SUMMED[detail], **EXTREMES}
-    return {f.name: summed[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in summed}
 
 
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")

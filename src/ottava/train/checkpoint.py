@@ -459,15 +459,13 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
     return dict(header)
 
 
-def read_whole(path: Path) -> Checkpoint:
-    """The checkpoint with all tensors whole, in this process alone."""
-    header = read_header(path)
+def _whole(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, whole, in this process alone."""
     entries = _entries(path).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in entries if name[:6] != _OWN}
     _load(path, tensors, alone=True)
     first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
-    first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
-    return Checkpoint(path, int(header["step"]), first, {name: str(value) for name, value in header.items()})
+    return first | {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
 
 
 def restore_shards(
@@ -658,10 +656,9 @@ def read_any(path: Path, *, whole: bool = True, every_byte: bool = True) -> Chec
     """
     if not path.is_dir():
         return read_checkpoint(path)
-    if whole:
-        return read_whole(path)
     header = read_header(path, every_byte=every_byte)
-    return Checkpoint(path, int(header["step"]), {}, {name: str(value) for name, value in header.items()})
+    texts = {name: str(value) for name, value in header.items()}
+    return Checkpoint(path, int(header["step"]), _whole(path) if whole else {}, texts)
 
 
 def newest_checkpoint(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, list[str]]:

@@ -34,19 +34,17 @@ except ImportError as error:
 from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.rows import norm_launch
-from ottava.kernels.triton.statistics import statistics_launch
 from ottava.kernels.triton.step import adamw_launch, roll_launch
-from ottava.measure.tally import EXPONENT_BINS
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
 TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}
 TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
-TYPES |= {"statistics_ptr": "*fp32", "slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
+TYPES |= {"statistics_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr", "table_ptr", "gradient_table_ptr"), "*i64")
 TYPES |= {"lr_ptr": "*fp32"} | dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
-FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "correction", "size")
+FLOATS = ("eps", "top", "lowest_top", "correction", "size")
 ALIGNED = (
     "count",
     "rows",
@@ -55,7 +53,6 @@ ALIGNED = (
     "stride_r",
     "q_stride_r",
 )  # the sizes of a model's tensors are multiples of 16
-SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 AMD = 942
 KEPT = Path(__file__).parents[3] / "benchmarks" / "results" / "machine_code.json"
@@ -105,12 +102,6 @@ def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     for name, redo in (("predicted", False), ("guard", True)):
         found[name] = (device_code.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
     found["amax"] = (device_code.amax_kernel, amax_launch(("tensor", "rows", "cols")))
-    found["statistics"] = (device_code.statistics_kernel, statistics_launch(tensor, EXPONENT_BINS))
-    found["statistics 1x128"] = (device_code.statistics_kernel, statistics_launch(block, EXPONENT_BINS))
-    found["one element"] = (
-        device_code.statistics_kernel,
-        {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
-    )
     made = (
         {"MAKE": "silu", "FLAG": True, **ACTIVATION_LAUNCH},
         {"MAKE": "rmsnorm", "DTYPE": "bf16", "gamma_ptr": "*bf16"},
@@ -227,7 +218,7 @@ def figures(binary: Any, launch: Mapping[str, Any], capability: int) -> dict[str
 def chosen(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """The casts on every architecture; the rest on one, and a few of it on all."""
     every = launches(capability)
-    some = ("statistics", "roll", "adamw", "adamw, read", "adamw, remainder, read")
+    some = ("roll", "adamw", "adamw, read", "adamw, remainder, read")
     return {name: one for name, one in every.items() if capability == 90 or name in some or is_cast(one)}
 
 

@@ -1,4 +1,4 @@
-"""Device code: the Triton kernels behind `triton.quantize`, `statistics` and `step`, which import it when they launch.
+"""Device code: the Triton kernels behind `triton.quantize` and `triton.step`, which import it when they launch.
 
 A kernel reads each tile of x (R, C) once, in fp32, or computes it (`rows_device_code`). It writes the codes of x, and
 the codes of x.T by writing the tile transposed. Blocks and scales of x.T are those of x with rows and columns swapped,
@@ -492,110 +492,6 @@ def roll_kernel(
     staged = tl.load(staged_ptr + tensor * 3 + c, mask=c < 3, other=0.0)
     # due is 1 or 0: an entry that is not due stays as it was staged
     tl.store(staged_ptr + tensor * 3 + c, staged * (1.0 - tl.load(lane + 3 * doors)), mask=c < 3)
-
-
-@triton.jit
-def _total(values):
-    return tl.sum(tl.sum(values, axis=1), axis=0)
-
-
-@triton.jit
-def _decode(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
-    """The finite numbers of codes, one a byte: as subnormals of fp32 or beyond, brought up by an exact power of two."""
-    # 2**(127 - BIAS): the distance between the two biases
-    power = _float(tl.zeros_like(codes) + ((254 - BIAS) << 23))
-    magnitude = _float((codes & ((1 << SIGN) - 1)) << (23 - MANTISSA)) * power
-    return tl.where((codes >> SIGN) & 1 != 0, -magnitude, magnitude)
-
-
-@triton.jit
-def _count(slot_ptr, PLACE: tl.constexpr, number):
-    """In fp64 whole numbers add exactly, in any order."""
-    # up to 2**53 elements
-    tl.atomic_add(slot_ptr + PLACE, number.to(tl.float64))
-
-
-@triton.jit
-def statistics_kernel(
-    x_ptr,
-    q_ptr,
-    scale_inv_ptr,
-    slot_ptr,
-    phase_ptr,
-    on_ptr,
-    rows,
-    cols,
-    stride_r,
-    stride_c,
-    q_stride_r,
-    q_stride_c,
-    scale_stride_r,
-    scale_stride_c,
-    every,
-    clip,
-    normal,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    SIGN: tl.constexpr,
-    TIES_CLIP: tl.constexpr,
-    BINS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-):
-    """Adds the sums over one tile in `every` of a cast to a slot, in the order of `triton.statistics._NUMBERS`.
-
-    Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
-    """
-    tile = tl.program_id(0) * every + (tl.load(phase_ptr) % every).to(tl.int32)
-    on = tl.load(on_ptr) != 0
-    if on & (tl.program_id(0) == 0):
-        tl.atomic_add(slot_ptr + 16, tl.full((), 1.0, tl.float64) * rows * cols)  # a size of 1 is a constant to Triton
-        tl.atomic_add(slot_ptr + 17, 1.0)
-    if on & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
-        r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
-        inside = (r[:, None] < rows) & (c[None, :] < cols)
-        x = load_rows(x_ptr, None, None, None, r, c, rows, cols, stride_r, stride_c, "", False, "")
-        finite = inside & ((_bits(x) & 0x7FFFFFFF) < 0x7F800000)
-        x = tl.where(finite, x, 0.0)
-        where = r.to(tl.int64)[:, None] * q_stride_r + c.to(tl.int64)[None, :] * q_stride_c
-        codes = tl.where(finite, tl.load(q_ptr + where, mask=inside, other=0).to(tl.int32), 0)
-        blocks = (r // BR)[:, None] * scale_stride_r + (c // BC)[None, :] * scale_stride_c
-        scale_inv = tl.load(scale_inv_ptr + blocks, mask=inside, other=1.0)
-        scale_inv = tl.where(scale_inv == scale_inv, scale_inv, 1.0)  # of the codes, where NaN decodes a whole block
-        numbers = _decode(codes, MANTISSA, BIAS, SIGN)
-        q = numbers * scale_inv
-        magnitude, error = tl.abs(x), x - q
-        bits = _bits(magnitude)
-        nonzero = (bits > 0).to(tl.int32)
-        size, clips_at = magnitude.to(tl.float64), scale_inv.to(tl.float64) * clip
-        clipped = (size >= clips_at) if TIES_CLIP else (size > clips_at)
-        count, live = _total(finite.to(tl.int32)), _total(nonzero)
-        _count(slot_ptr, 0, count)
-        _count(slot_ptr, 1, _total(inside.to(tl.int32)) - count)
-        _count(slot_ptr, 2, live)
-        _count(slot_ptr, 3, live - _total((q != 0).to(tl.int32)))
-        _count(slot_ptr, 4, _total(((numbers != 0) & (tl.abs(numbers) < normal)).to(tl.int32)))
-        _count(slot_ptr, 5, _total((clipped & (q != 0)).to(tl.int32)))
-        wide, wide_error = x.to(tl.float64), error.to(tl.float64)
-        square = wide * wide
-        tl.atomic_add(slot_ptr + 6, _total(wide))
-        tl.atomic_add(slot_ptr + 7, _total(size))
-        tl.atomic_add(slot_ptr + 8, _total(square))
-        tl.atomic_add(slot_ptr + 9, _total(square * square))
-        tl.atomic_add(slot_ptr + 10, _total(wide_error * wide_error))
-        tl.atomic_add(slot_ptr + 11, _total(wide * wide_error))
-        tl.atomic_add(slot_ptr + 12, _total(tl.abs(wide_error) / tl.where(nonzero != 0, size, float("inf"))))
-        tl.atomic_max(slot_ptr + 13, tl.max(tl.max(size, axis=1), axis=0))
-        tl.atomic_max(slot_ptr + 14, tl.max(tl.max(tl.abs(wide_error), axis=1), axis=0))
-        tl.atomic_min(slot_ptr + 15, tl.min(tl.min(tl.where(nonzero != 0, size, float("inf")), axis=1), axis=0))
-        if BINS > 0:
-            found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
-            place = tl.arange(0, BINS)
-            found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and places beyond the edge
-            tl.atomic_add(slot_ptr + NUMBERS + place, found.to(tl.float64), mask=found > 0)
 
 
 @triton.jit

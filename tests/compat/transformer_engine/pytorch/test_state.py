@@ -22,7 +22,7 @@ import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from ottava.engine.functional import quantized_layers
-from ottava.interop.contents import read_scaling_state
+from ottava.interop.contents import read_contents
 
 KEYS = {
     te.Linear: {"weight", "bias"},
@@ -222,7 +222,7 @@ def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.Monk
     assert state["amax_history_bwd"].shape == (4, 4)
     assert state["scale_fwd"][[2, 5]].tolist() == state["scale_bwd"][[1, 3]].tolist() == [1.0, 1.0]  # FP8 outputs
     torch.save(mlp.state_dict(), tmp_path / "te.pt")
-    found = read_scaling_state(tmp_path / "te.pt")
+    found = read_contents(tmp_path / "te.pt").state
     assert (found.source, found.problems, len(found.rows)) == ("transformer_engine", [], 6)
     assert all(row.follows.endswith("max, margin 1") or row.follows == "an older amax" for row in found.rows)
 
