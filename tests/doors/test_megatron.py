@@ -141,13 +141,18 @@ def test_recipes_come_from_megatrons_arguments() -> None:
 
 
 def test_a_recipe_of_ottavas_goes_through_any_spec() -> None:
-    """Block specs and MoE; `recipe` is for those that Megatron has no argument for."""
+    """Block specs, MoE and a backend; `recipe` is for those that Megatron has no argument for."""
     config = configured()
     block = doors.with_ottava(get_gpt_decoder_block_spec(config, use_transformer_engine=False), "rowwise")
     model = gpt(config, block)
     loss_of(model)
     assert model.decoder.layers[1].mlp.linear_fc2.last_call.recipe.name == "rowwise"
     assert model.decoder.layers[1].mlp.linear_fc2.name == "decoder.layers.1.mlp.linear_fc2"
+    provider = doors.OttavaSpecProvider()
+    experts = provider.grouped_mlp_modules(False, False)[1]
+    assert experts.linear_fc1 is provider.column_parallel_linear() is doors.OttavaColumnParallelLinear
+    assert experts.linear_fc2 is provider.row_parallel_linear() is doors.OttavaRowParallelLinear
+
     experts = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
     sparse = configured(fp8=None, **experts)  # with fp8 Megatron asks for TransformerEngine's version
     mixture = gpt(sparse, doors.gpt_layer_spec(sparse, "tensorwise"))

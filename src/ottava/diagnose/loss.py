@@ -371,7 +371,9 @@ def _flat(loss: LossCurve, guess: float) -> Event | None:
     finite = loss.loss[np.isfinite(loss.loss)]
     if len(finite) < 3 * _FEW or not math.isfinite(guess):
         return None
-    late = float(np.median(finite[-(len(finite) // 3) :]))
-    if late < 0.98 * guess or late > 1.5 * guess:
+    third = len(finite) // 3
+    early, late = float(np.median(finite[:third])), float(np.median(finite[-third:]))
+    # a sum of several losses begins far above a guess of one, and falls
+    if late < 0.98 * guess or late > 1.5 * guess or late < 0.9 * early:
         return None
     return Event("flat", int(loss.steps[0]), None, f"The loss stays at {late:.3g}; a guess has {guess:.3g}.")

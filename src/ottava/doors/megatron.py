@@ -30,6 +30,7 @@ from ottava.recipe import HIGH_PRECISION, Recipe, get_recipe
 need_host("megatron")
 
 from megatron.core import parallel_state  # noqa: E402  # after the check
+from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
@@ -186,6 +187,22 @@ _OURS: Mapping[type, type] = MappingProxyType(
         TransformerLayer: OttavaTransformerLayer,
     }
 )
+
+
+class OttavaSpecProvider(LocalSpecProvider):
+    """Megatron's local backend with ottava's linears, for what takes a backend."""
+
+    def column_parallel_linear(self) -> type:
+        """Split by output features."""
+        return OttavaColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """Split by input features."""
+        return OttavaRowParallelLinear
+
+    def grouped_mlp_modules(self, *grouped: bool) -> Any:
+        """The experts of a mixture, one linear each."""
+        return with_ottava(super().grouped_mlp_modules(*grouped))
 
 
 def with_ottava(spec: Any, recipe: Recipe | str | None = None) -> Any:
