@@ -266,11 +266,14 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
 
 
 def test_a_write_that_the_loss_pays_for_is_a_finding(tmp_path: Path) -> None:
-    """Weights that are written every eighth step: a note, and a finding where the loss rises there each time."""
-    for rise, severity in ((0.0, "note"), (0.5, "warning")):
-        change = lambda s, r=rise: {"loss": 4.0 - 0.02 * s + r * (s % 8 == 1), "written": float(s % 8 == 1)}  # noqa: E731
-        result = diagnose(record(tmp_path / severity, change))
-        assert [(f.id, f.severity) for f in (*result.findings, *result.notes)] == [("O7", severity)]
+    """Weights that are written every eighth step: a note, and a finding where the loss rises there each time, if no new
+    optimizer begins a new task there."""
+    for name, rise, new, severity in (("a", 0.0, 0.0, "note"), ("b", 0.5, 0.0, "warning"), ("c", 0.5, 1.0, "note")):
+        rows = [{"loss": 4.0 - 0.02 * s + rise * (s % 8 == 1), "restarts": new * (s % 8 == 1)} for s in range(99)]
+        change = lambda s, rows=rows: {**rows[s], "written": float(s % 8 == 1)}  # noqa: E731
+        result = diagnose(record(tmp_path / name, change))
+        told = {f.id: f.severity for f in (*result.findings, *result.notes)}
+        assert told["O7"] == severity
         assert ("the loss rises at these steps" in result.sentence) == (severity == "warning")
 
 

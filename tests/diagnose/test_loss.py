@@ -172,3 +172,10 @@ def test_a_loss_that_does_not_depend_on_the_model_is_told(tmp_path: Path) -> Non
     assert said("same", math.log(2), input_hash=3.0, label_hash=3.0) == []
     assert "The loss does not measure the model" not in said("still", math.log(2), lr=0.0)
     assert said("done", 0.0) == []
+
+
+def test_a_sum_of_losses_that_falls_does_not_stay_at_the_guess_of_one() -> None:
+    steps = np.arange(60)
+    falls, stays = 5.3 + 11 * np.exp(-steps / 10), np.full(60, 4.2)
+    assert event(LossCurve(steps, falls), None, guess=4.16) is None
+    assert event(LossCurve(steps, stays), None, guess=4.16).kind == "flat"

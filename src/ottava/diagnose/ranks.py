@@ -70,7 +70,9 @@ def _idle(facts: Facts) -> Iterator[Difference]:
         few = begins[rank] - float(np.quantile(known[rank][-len(known[rank]) // 2 :], 0.05)) > 0.5 * gain
         if few or gain <= 0.3 * abs(begins[best]) or gain <= 6 * curve.noise:
             continue
-        if begins[rank] - ends[rank] < 0.2 * gain:
+        # of losses in other units, as sums over the words of all ranks, only shares are alike
+        share = (begins[rank] - ends[rank]) / max(abs(begins[rank]), 1e-12)
+        if begins[rank] - ends[rank] < 0.2 * gain and share < 0.2 * gain / abs(begins[best]):
             said = f"Rank {rank} learns nothing from its data: its loss goes from {begins[rank]:.4g} to "
             said += f"{ends[rank]:.4g}, that of rank {best} from {begins[best]:.4g} to {ends[best]:.4g}."
             yield Difference("data", "loss", ends[best], ends[rank], said)
