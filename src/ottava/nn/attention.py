@@ -335,7 +335,9 @@ class DotProductAttention(nn.Module):
             f"the backend {self.backend!r}": self.backend not in (None, "flash"),
             "a mask from the top left for keys of other lengths": not (same or rule.bottom_right or rule == MaskRule()),
             f"heads of {sorted(dims)} entries": len(dims) > 1 or min(dims) % 8 or max(dims) > 256,
-            f"{q.shape[1]} heads of q, {k.shape[1]} of k": q.shape[1] % max(k.shape[1], 1) or k.shape[1] != v.shape[1],
+            f"{q.shape[1]} heads of q, {k.shape[1]} of k": (
+                not k.shape[1] or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]
+            ),
             "other dtypes than one of 16 bits": len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype.itemsize != 2,
         }
         if told := ", ".join(name for name, no in asked.items() if no):
