@@ -88,7 +88,7 @@ class AgreedCast:
             return x_q
         largest = amax(x.detach(), granularity)
         if reaches_over:
-            largest = largest_of_all(largest, self.group)
+            largest = self._largest(largest)
         factor = self._two_levels(x, largest, spec) if two_levels else factors(largest, spec, scale)
         if granularity == PER_TENSOR:  # by the fastest kernel
             # a given scale lets every kernel cast: only the amax was a matter of all ranks
@@ -106,13 +106,15 @@ class AgreedCast:
         """NVFP4's scales: one a block, below the scale of the whole tensor, on which the ranks agree."""
         # one infinity on one rank must not decide the scale of the whole tensor
         finite = torch.where(largest.isfinite(), largest, 0.0)
-        own = finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1)
-        top = largest_of_all(own, self.group)
+        top = self._largest(finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1))
         if spec.block_scale != "amax":
             group = None if spec.transform is None else spec.transform.group
             return BLOCK_SCALES[spec.block_scale](x, largest, spec.granularity, group, top)
         both = spec.scale_of(torch.cat([largest.reshape(-1, 1), top]))  # the tensor's amax among its blocks
         return Scale(both.scale[:-1].reshape(largest.shape), both.scale_inv[:-1].reshape(largest.shape))
+
+    def _largest(self, amaxes: Tensor) -> Tensor:
+        return largest_of_all(amaxes, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied layer is split over the same ranks
