@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import json
 import os
 import signal
@@ -93,16 +92,11 @@ def test_other_recipe_spelled_out_is_shown_by_its_cells(tmp_path: Path) -> None:
 
 def test_a_checkout_on_the_path_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no metadata of an installation then."""
-
-    def refuses(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.distribution", refuses)
+    monkeypatch.delattr("importlib.metadata.distribution")
     RunFolder(tmp_path / "run", TrainConfig(), resume=False).begin(0, {})
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["versions"]["ottava"] == loop._versions()["ottava"] == ottava.__version__
-    recipe = get_recipe("bf16")
-    assert LabSettings(recipes=(recipe,)).key(recipe, 0)
+    assert LabSettings(recipes=(get_recipe("bf16"),)).key(get_recipe("bf16"), 0)
 
 
 def test_manifest_keeps_the_first_process_and_lists_the_others(tmp_path: Path) -> None:
