@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import gemm_choice
-from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.gate import address, no_autocast, pointer, refusal
 from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
@@ -327,7 +327,6 @@ class Decoded:
             return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"
         if 0 in (*a.shape, *b.shape):
             return f"{Decoded.NAME}: an empty operand"
-
         if max(a.scale_inv.shape[1], b.scale_inv.shape[1]) <= 1:
             return f"{Decoded.NAME}: scales change along k; got one scale for each row"
         if reason := refusal(a.scale_inv, b.scale_inv):
@@ -347,10 +346,8 @@ class Decoded:
         lhs, rhs = (native_quantize.plan_dequantize(side, torch.float32) for side in (a, b))
 
         def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
-            if torch.is_autocast_enabled("cpu"):  # it would multiply in BF16
-                with torch.autocast("cpu", enabled=False):
-                    return run(a, b, bias)
-            y = product(lhs(a), rhs(b))
+            with no_autocast(a.data.device):  # it would multiply in BF16
+                y = product(lhs(a), rhs(b))
             if bias is not None:
                 y += bias.to(torch.float32)  # before the one rounding
             return y.to(out_dtype)
