@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import gemm_choice
-from ottava.kernels.gate import address, no_autocast, pointer, refusal
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
@@ -346,8 +346,10 @@ class Decoded:
         lhs, rhs = (native_quantize.plan_dequantize(side, torch.float32) for side in (a, b))
 
         def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
-            with no_autocast(a.data.device):  # it would multiply in BF16
-                y = product(lhs(a), rhs(b))
+            if torch.is_autocast_enabled("cpu"):  # it would multiply in BF16
+                with torch.autocast("cpu", enabled=False):
+                    return run(a, b, bias)
+            y = product(lhs(a), rhs(b))
             if bias is not None:
                 y += bias.to(torch.float32)  # before the one rounding
             return y.to(out_dtype)
