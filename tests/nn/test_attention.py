@@ -238,11 +238,14 @@ def test_packed_sequences_that_go_one_by_one() -> None:
         "FP8": (DotProductAttention(recipe=replace(get_recipe("tensorwise"), attention=AttentionRecipe())), q, k, v),
         "heads of [12] entries": (DotProductAttention(), *(t[..., :12] for t in (q, k, v))),
         "4 heads of q, 3 of k": (DotProductAttention(), q, k[:, [0, 1, 1]], v[:, [0, 1, 1]]),
+        "4 heads of q, 0 of k": (DotProductAttention(), q, k[:, :0], v[:, :0]),
         "other dtypes than one of 16 bits": (DotProductAttention(), q.float(), k.float(), v.float()),
     }
     for reason, (attention, *operands) in reasons.items():
         assert attention._refuse_varlen(*operands, rule, True) == f"varlen_attn: knows no {reason}"
     assert "got cpu" in str(DotProductAttention()._refuse_varlen(q, k, v, rule, True))
+    with pytest.raises(ValueError, match="heads of q that are a multiple of those of k and v"):
+        DotProductAttention(layout="thd")(q, k[:, :0], v[:, :0], cu_seqlens=torch.tensor([0, 17]))
 
 
 def test_a_sink_adds_to_the_denominator_and_learns() -> None:

@@ -244,6 +244,21 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
         assert torch.equal(compiled(model)(x), eager(x))  # now they are there
 
 
+def test_an_autocast_inside_of_compiled_code_is_refused_or_right() -> None:
+    """fullgraph: torch's message holds ottava's sentence, of a decorator too; without it the graph ends there."""
+    model, x = network(), data(0)
+
+    def inside(x: Tensor) -> Tensor:
+        with ottava.autocast("rowwise"):
+            return model(x)  # type: ignore[no-any-return]
+
+    for function in (inside, ottava.autocast("rowwise")(model.forward)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Enter it around the call of the compiled function"):
+            torch.compile(function, backend="eager", fullgraph=True)(x)
+        assert torch.equal(torch.compile(function, backend="eager")(x), inside(x))
+    assert not torch.equal(inside(x), model(x))
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", "tensorwise", "rowwise"])
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""

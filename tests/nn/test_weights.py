@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import ottava
@@ -186,13 +188,41 @@ def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
 
 
 def test_scales_that_are_read_anew_are_no_two_tensors_of_one_graph() -> None:
-    """Two weights with scales in bytes: Dynamo held the FP32 scales of one for those of the other, at random."""
-    for _ in range(4):
+    """Two weights with scales in bytes: Dynamo held the FP32 scales of one for those of the other, at random. Two with
+    predicted scales: with dynamic=True Dynamo made the largest number of a format an input of one's graph."""
+    for recipe, dynamic in ([("mxfp8", None)] * 4) + [("delayed", True)]:
         torch._dynamo.reset()
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)))
-        ottava.convert(model, "mxfp8", weights="fp8")
-        compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(16, 64).bfloat16()
+        ottava.convert(model, recipe, weights="fp8")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        x = torch.randn(16, 64).bfloat16()
         assert all(torch.equal(compiled(x), model(x)) for _ in range(3))
+
+
+def test_averages_and_weight_norms_are_made_of_numbers() -> None:
+    """On codes both are refused with the call that gives numbers; after it an average reads the codes of the model."""
+    numbers = partial(ottava.convert, recipe="blockwise", weights="bf16")
+    for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
+        model, plain = same_numbers(linear, "blockwise")
+        x = torch.randn(32, K, dtype=torch.bfloat16)
+        with pytest.raises(NotImplementedError, match=r"A weight norm, .* weights='bf16'"):
+            norm(same_numbers(linear, "blockwise")[0][0])(x)
+        numbers(model)
+        assert all(isinstance(norm(one[0]), nn.Linear) for one in (model, plain))
+        assert all(torch.equal(a, b) for a, b in zip(run(model, x), run(plain, x), strict=True))
+    for mean in (swa_utils.get_ema_multi_avg_fn(0.5), swa_utils.get_swa_multi_avg_fn()):
+        models = same_numbers(linear, "blockwise")
+        averages = [swa_utils.AveragedModel(one, multi_avg_fn=mean) for one in models]
+        averages[0].update_parameters(models[0])
+        with pytest.raises(NotImplementedError, match=r"or an average .* weights='bf16'"):
+            averages[0].update_parameters(models[0])
+        averages[0].n_averaged.zero_()
+        numbers(averages[0].module)
+        for model, average in zip(models * 3, averages * 3, strict=True):
+            with torch.no_grad():
+                model[0].weight.mul_(2)  # exact, in codes too
+            average.update_parameters(model)
+        assert torch.equal(*(average.module[0].weight for average in averages))
 
 
 def test_convert_keeps_parameters_and_names_what_it_leaves() -> None:

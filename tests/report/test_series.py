@@ -15,6 +15,8 @@ from ottava.record.reader import COLUMNS, Run, select, step_range, tensor_table
 from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.report.grid import curves
+from ottava.train.config import TrainConfig
+from ottava.train.run_folder import RunFolder
 
 KEY = SlotKey("0.fc1", "input", "row", "delayed", "E4M3", "tensor", "fp32", "delayed", "door")
 SPEC = ottava.QuantizationSpec(ottava.E4M3, scaling="delayed")
@@ -91,6 +93,11 @@ def test_a_run_without_looks_says_why(tmp_path: Path) -> None:
         writer.step(1, loss=2.0)
     with pytest.raises(RunError, match="no step had a full look"):
         select(Run.open(tmp_path / "empty"))
+    trained = RunFolder(tmp_path / "trained", TrainConfig(), resume=False)
+    conversion = {"recipe": ottava.RECIPES["tensorwise"].to_dict(), "converted": ["fc1"]}
+    trained.begin(0, {"conversion": conversion, "device": "cpu"})
+    with pytest.raises(RunError, match=r"nobody watched this run, .*; train again with `ottava train --watch`"):
+        select(Run.open(tmp_path / "trained"))
 
 
 def test_good_and_bad_run_in_one_chart(run: Run, tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import ottava
 import warm
 from ottava.base.settings import ConfigError
+from ottava.lab.study import LabSettings
+from ottava.recipe import get_recipe
+from ottava.train import loop
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import TrainConfig
 from ottava.train.run_folder import FolderLock, RunFolder, StepRecord
@@ -84,6 +88,15 @@ def test_other_recipe_spelled_out_is_shown_by_its_cells(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"recipe: None, now 'bf16'\n  recipe.name: 'mine', now None") as refused:
         RunFolder(run, TrainConfig(recipe="bf16"), resume=True)
     assert f"ottava train --init {run} --run-dir NEW" in str(refused.value)
+
+
+def test_a_checkout_on_the_path_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no metadata of an installation then."""
+    monkeypatch.delattr("importlib.metadata.distribution")
+    RunFolder(tmp_path / "run", TrainConfig(), resume=False).begin(0, {})
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["versions"]["ottava"] == loop._versions()["ottava"] == ottava.__version__
+    assert LabSettings(recipes=(get_recipe("bf16"),)).key(get_recipe("bf16"), 0)
 
 
 def test_manifest_keeps_the_first_process_and_lists_the_others(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ REFUSED = {
     "sum with a tensor": lambda w: w + 1,
     "detached views joined": lambda w: torch.cat([w.detach().view(-1)]),
     "pow_": lambda w: w.pow_(2),
+    "lerp_": lambda w: w.lerp_(torch.ones(64, 96).bfloat16(), 0.1),
+    "an average in codes": lambda w: torch._foreach_lerp_([w], [parameter()], 0.1),
 }
 
 

@@ -369,7 +369,8 @@ def what_if(
         table = table.where(layer=names)
     predictions = recast(run, predict(table, candidates, recording=recorded(run)), candidates)
     if not predictions:
-        raise RunError(f"{run}: holds no histograms to predict from ({table.not_recorded() or 'of other layers only'})")
+        reason = opened.not_recorded() or "of other layers only"
+        raise RunError(f"{run}: holds no histograms to predict from ({reason})")
     best = cheapest(predictions)
     values = {
         "run_dir": str(run),

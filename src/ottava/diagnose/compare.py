@@ -163,7 +163,9 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     layers = [_layers(side) for side in sides[:2]]
     places = [place for place in sides[1] if place in sides[0]]
     if not places:
-        there, here = (", ".join(names[:3]) or "none" for names in layers)
+        there, here = (
+            ", ".join(names[:3]) or run.not_recorded() or "none" for run, names in zip((good, bad), layers, strict=True)
+        )
         raise RunError(
             f"{good.path} and {bad.path}: the runs share no cast; needs two runs whose layers have the same names "
             f"(good: {there}; bad: {here})"

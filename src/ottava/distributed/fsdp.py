@@ -31,7 +31,7 @@ from ottava.nn.layer import LayerView
 from ottava.nn.sharding import all_gather
 from ottava.numerics.scaling import PER_TENSOR, amax, read_scales
 from ottava.numerics.tensor import Lent, QuantizationSpec, QuantizedTensor
-from ottava.ops.agreed import AgreedCast
+from ottava.ops.agreed import AgreedCast, largest_of_all
 from ottava.ops.quantize import quantize
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, scale_dtype, store_scales, stored_spec
 
@@ -261,9 +261,7 @@ def agree(group: dist.ProcessGroup, weights: Sequence[ShardedWeight], device: to
     sizes = [0 if one is None else one.numel() for sides in own for one in sides]
     if sum(sizes):
         every = torch.cat([one.reshape(-1) for sides in own for one in sides if one is not None]).to(device)
-        every = torch.where(every.isnan(), torch.inf, every)
-        dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
-        parts = iter(every.split([size for size in sizes if size]))
+        parts = iter(largest_of_all(every, group).split([size for size in sizes if size]))
     for weight, sides in zip(weights, own, strict=True):
         weight.known[:] = [tuple(None if one is None else next(parts).view(one.shape) for one in sides)]
 

@@ -287,6 +287,11 @@ def _entering(
     batch_invariant: bool | None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
+    if torch.compiler.is_compiling():  # torch would break the graph at the ContextVar, and name that
+        torch._dynamo.graph_break(
+            msg="ottava.autocast: compiled code cannot enter an autocast, because it reads none when it runs. Enter it "
+            "around the call of the compiled function, or leave out fullgraph=True"
+        )
     # not `ambient()`: entering an autocast inside of another is not what a layer does, and must not be heard
     outer = AMBIENT.get()
     recipe = asked or outer.recipe

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ottava.kernels.gate import PLAIN, is_plain
+from ottava.kernels.gate import PLAIN, constant_in_graph, is_plain
 from ottava.kernels.native.pointwise import checksum
 from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.numerics.formats import FORMATS
 from ottava.numerics.scaling import PER_TENSOR, amax, read_scales
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import CastPlan, cast_both, refuse_unmade
@@ -387,7 +388,7 @@ class WeightQuantizer(Quantizer):
             if lent is not None and lent.amax is not None and self.spec is not None:
                 self._see(lent.amax, x.scale_inv, record)
             elif recorded and self.spec is not None:  # a later BF16 weight finds a history
-                seen_amax = read_scales(x.scales).amax() * self.spec.format.max
+                seen_amax = read_scales(x.scales).amax() * _largest(self.spec.format.name)
                 self._note(seen_amax, torch.zeros_like(seen_amax), record)
             if lent is not None:  # a forward without gradients, and saved tensors that a hook takes, are run again
                 lent.again = not recorded or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -452,6 +453,12 @@ class WeightQuantizer(Quantizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **_FRESH}
+
+
+# with dynamic=True Dynamo makes a float that it reads off an object an input of the graph, and fails at the second
+@constant_in_graph
+def _largest(name: str) -> float:
+    return FORMATS[name].max
 
 
 def _without_amaxes(operand: Operand | None) -> Operand | None:

@@ -125,7 +125,7 @@ def gemm(
     if k == 0:  # an expert without tokens: no sum, and no block with a scale
         y = a.scale_inv.new_zeros(a.shape[0], b.shape[0])
     elif one_block or "fp32" in kinds:
-        y = _sum_of_codes(a, b, k if one_block else _step(a, b))
+        y = _sum_of_codes(a, b)
     elif "e4m3" in kinds or not a.data.is_cpu:
         # fp32 holds code * scale_inv (E4M3 block scales: to half an ulp, see docs), so scaled operands give the same
         # products without rounding. Whether a GPU's scales could be folded it would have to tell the host
@@ -168,10 +168,6 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
     return dense
 
 
-def _step(a: QuantizedTensor, b: QuantizedTensor) -> int:
-    return block_columns(a.spec.granularity, b.spec.granularity, a.shape[1])
-
-
 def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """The fp32 sum, of scales in blocks along K that are powers of two; scales enter as in src/gemm.cpp.
 
@@ -181,7 +177,7 @@ def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """
     folded = _fold(a), _fold(b)
     if sum(octaves for _, _, octaves in folded) > FOLD_OCTAVES:  # the smallest products would become subnormal
-        return _sum_of_codes(a, b, _step(a, b))
+        return _sum_of_codes(a, b)
     (x, top_a, _), (w, top_b, _) = folded
     return product(x, w).mul_(top_a).mul_(top_b.t())
 
@@ -200,10 +196,11 @@ def _fold(x_q: QuantizedTensor) -> tuple[Tensor, Tensor, float]:
     return granularity.multiply_(numbers, scales / tops), rows, math.inf if math.isnan(octaves) else octaves
 
 
-def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
-    """The fp32 sum. It scales the sum of each `step` of K, inside which no scale changes."""
+def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    """The fp32 sum. It scales the sum of each step of K, inside which no scale changes."""
     a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
     k = a_codes.shape[1]
+    step = block_columns(a.spec.granularity, b.spec.granularity, k)
     if step == k:
         return _scale(product(a_codes, b_codes), a, b, 0)
     y = a_codes.new_zeros(a.shape[0], b.shape[0])

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base import __version__
 from ottava.base.files import replacing
 from ottava.base.settings import ConfigError, read_yaml
 from ottava.base.text import progress, to_json
@@ -98,7 +98,7 @@ class LabSettings:
 
     def key(self, recipe: Recipe, seed: int) -> str:
         """The hash of all that decides a measurement, the versions too."""
-        facts = [self.config(recipe, seed).digest(), self.quick, version("ottava"), torch.__version__]
+        facts = [self.config(recipe, seed).digest(), self.quick, __version__, torch.__version__]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 

@@ -335,7 +335,9 @@ class DotProductAttention(nn.Module):
             f"the backend {self.backend!r}": self.backend not in (None, "flash"),
             "a mask from the top left for keys of other lengths": not (same or rule.bottom_right or rule == MaskRule()),
             f"heads of {sorted(dims)} entries": len(dims) > 1 or min(dims) % 8 or max(dims) > 256,
-            f"{q.shape[1]} heads of q, {k.shape[1]} of k": q.shape[1] % max(k.shape[1], 1) or k.shape[1] != v.shape[1],
+            f"{q.shape[1]} heads of q, {k.shape[1]} of k": (
+                not k.shape[1] or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]
+            ),
             "other dtypes than one of 16 bits": len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype.itemsize != 2,
         }
         if told := ", ".join(name for name, no in asked.items() if no):
@@ -352,7 +354,7 @@ class DotProductAttention(nn.Module):
 
         most = [max((b - a for a, b in pairwise(cut)), default=0) for cut in ends[:2]]
         # torch 2.11 takes as many heads of k as of q
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        k, v = shared(k, q), shared(v, q)
         window = tuple(-1 if limit is None else limit for limit in (rule.left, rule.right))
         scale = self.softmax_scale if self.softmax_scale is not None else q.shape[2] ** -0.5
         places = [cut.to(q.device, torch.int32) for cut in cuts]
@@ -438,7 +440,7 @@ class DotProductAttention(nn.Module):
             else:
                 choice = self._choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
                 if choice == SDPBackend.MATH.value and grouped:  # some fused kernels want as many heads of k as of q
-                    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+                    k, v = shared(k, q), shared(v, q)
                     grouped = False
                     choice = self._choice(q, k, v, mask, p, causal, scale=scale)
                 name = _NAME_OF.get(choice, "another device's")
@@ -494,10 +496,10 @@ class DotProductAttention(nn.Module):
     @torch.no_grad()
     def _note_max_logit(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> None:
         """One head at a time."""
-        found, shared = [], q.shape[1] // k.shape[1]
+        found, sharers = [], q.shape[1] // k.shape[1]
         whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
         for head in range(q.shape[1]):
-            scores = (q[:, head].float() @ k[:, head // shared].float().mT) * scale
+            scores = (q[:, head].float() @ k[:, head // sharers].float().mT) * scale
             if whole is not None:
                 own = whole[:, head]
                 scores = scores.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else scores + own

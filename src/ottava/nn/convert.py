@@ -497,9 +497,10 @@ def stored_text(model: nn.Module, unstored: Mapping[str, str]) -> list[str]:
 def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
     """(the spec to store a parameter with, ""), or (None, the reason not to)."""
     parts = [layer for _, layer in held.layers if isinstance(layer, LayerView)]
+    own, holders = {id(layer) for _, layer in held.layers}, {id(part.held) for part in parts}
     wanted = {layer.resolved.cells("weight")[0] for _, layer in held.layers}
-    own = {id(layer) for _, layer in held.layers} | {id(module) for module, _ in held.owners if _holds(module, parts)}
-    foreign = [type(module).__name__ for module, _ in held.owners if id(module) not in own]
+    others = (module for module, _ in held.owners if id(module) not in own and id(module._parameters) not in holders)
+    foreign = [type(module).__name__ for module in others]
     if hasattr(held.parameter, "device_mesh"):
         return None, "sharded already: convert first, then shard"
     if foreign:
@@ -514,10 +515,6 @@ def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
     if any(getattr(layer, "turned", False) for _, layer in held.layers):
         return None, "kept as (in, out): blocks of codes lie along its other side"
     return stored_spec(spec), ""
-
-
-def _holds(module: nn.Module, parts: list[LayerView]) -> bool:
-    return any(part.held is module._parameters for part in parts)
 
 
 def put_weight(name: str, old: Tensor, weight: Tensor, *, requires_grad: bool) -> None:

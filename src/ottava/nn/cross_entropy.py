@@ -211,7 +211,7 @@ class LinearCrossEntropy(Layer, nn.Linear):
 
     def extra_repr(self) -> str:
         """torch's, the settings and the recipe."""
-        return f"{super().extra_repr()}, {self.settings}, recipe={self.recipe.name}"
+        return f"{nn.Linear.extra_repr(self)}, {self.settings}, recipe={self.recipe.name}"
 
 
 def linear_cross_entropy(

@@ -9,6 +9,7 @@ part of the scaling state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class GraphedStep:
     def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: CudaGraph | None, warmup: int) -> None:
         self._step, self._capture, self._warmup = step, capture, warmup
         self._static = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in sample)
+        self._work = partial(step, *self._static)
         self._outputs: Any = None
         self._moved: list[tuple[ScalingState, Boundaries]] = []
         self._owners: list[tuple[Quantizer, object]] = []
@@ -96,9 +98,6 @@ class GraphedStep:
         for state, moved in self._moved:
             state.repeat(moved)
         return _detached(self._outputs, clone=True)  # the next replay overwrites them
-
-    def _work(self) -> Any:
-        return self._step(*self._static)
 
     def _record(self, capture: CudaGraph) -> None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

@@ -373,6 +373,10 @@ class Layer(QuantizedLayer):
         decode_codes(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def extra_repr(self) -> str:
+        """That of the class behind this one, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None, "plans": {}, "exchange": None}  # a copy has run nothing
 
@@ -499,10 +503,6 @@ class Linear(Layer, nn.Linear):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
-
-    def extra_repr(self) -> str:
-        """torch's, and the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
 class LayerView(Layer):

@@ -86,7 +86,7 @@ class ActivatedLinear(Layer, nn.Linear):
         settings = (
             f", activation={made.activation.name}, save={made.save}" if isinstance(made, ActivationFormula) else ""
         )
-        return f"{super().extra_repr()}{settings}, recipe={self.recipe.name}"
+        return f"{nn.Linear.extra_repr(self)}{settings}, recipe={self.recipe.name}"
 
 
 class NormMLP(nn.Module):

@@ -332,10 +332,6 @@ class NormLinear(Layer, nn.Linear):
         rows = self.norm(input)
         return super().forward(rows, *more), rows
 
-    def extra_repr(self) -> str:
-        """torch's, and the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
-
 
 def normed_linear(
     norm: NormName | None, width: int, wide: int, *, eps: float, zero_centered_gamma: bool, **settings: Any

@@ -12,14 +12,14 @@ a model on this device: from then on each runs its fastest kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
@@ -324,7 +324,9 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
             cells = getattr(call.recipe, gemm)
             if not cells.quantized or cells.compute != "native" or cells.accumulator is not None:
                 continue
-            dtype, numbers = getattr(torch, record.out_dtype), _numbers(layer.weight.device)
+            device, dtype = layer.weight.device, getattr(torch, record.out_dtype)
+            # from a separate generator: tuning does not change a run's random numbers
+            numbers = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
             a, b = (
                 quantize(numbers(rows, record.k, dtype=torch.bfloat16), spec)
                 for rows, spec in ((record.m, cells.lhs), (record.n, cells.rhs))
@@ -341,8 +343,3 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
             "without torch.compile"
         )
     return found
-
-
-def _numbers(device: torch.device) -> Callable[..., Tensor]:
-    """Normal numbers from a separate generator: tuning does not change a run's random numbers."""
-    return partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))

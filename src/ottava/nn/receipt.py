@@ -137,21 +137,19 @@ def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
         >>> [(name, one.note) for name, one in grouped(rows)]
         [('layers.0-2,4-5.up', ''), ('layers.3.up', 'BF16')]
     """
-    alike: dict[tuple[tuple[str | None, ...], ReceiptRow], list[tuple[int, ...]]] = {}
-    first: dict[tuple[tuple[str | None, ...], ReceiptRow], ReceiptRow] = {}
+    alike: dict[Any, tuple[ReceiptRow, list[tuple[int, ...]]]] = {}  # the first of its rows, and the numbers of all
     for row in rows:
         parts = row.layer.split(".")
         words = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)  # a name is data, no template
         key = words, replace(row, layer="")
-        alike.setdefault(key, []).append(tuple(int(part) for part in parts if _NUMBER.fullmatch(part)))
-        first.setdefault(key, row)
+        alike.setdefault(key, (row, []))[1].append(tuple(int(part) for part in parts if _NUMBER.fullmatch(part)))
     found: list[tuple[str, ReceiptRow]] = []
-    for key, numbers in alike.items():
+    for (words, _), (first, numbers) in alike.items():
         sides = [sorted(set(side)) for side in zip(*numbers, strict=True)]
         if len(numbers) == math.prod(len(side) for side in sides):  # the name lists all of them and no other
-            found.append((_filled(key[0], map(_ranges, sides)), first[key]))
+            found.append((_filled(words, map(_ranges, sides)), first))
         else:
-            found += [(_filled(key[0], map(str, one)), first[key]) for one in numbers]
+            found += [(_filled(words, map(str, one)), first) for one in numbers]
     return found
 
 
@@ -196,8 +194,7 @@ def receipt(model: nn.Module, *, training: bool = True, collectives: Sequence[Co
         elif isinstance(module, DotProductAttention):
             rows.append(_attention(name, module))
         elif isinstance(module, nn.Linear):
-            shape = f"? x {module.out_features} x {module.in_features}"
-            rows.append(_not_ours(name, shape, module))
+            rows.append(_not_ours(name, module))
     for weight in weights_outside(model):
         rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
     return Receipt(tuple(rows), tuple(collectives))
@@ -214,8 +211,9 @@ def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
     return ReceiptRow(name, "attention", operands, kernel, text, fp8=fp8, note=note)
 
 
-def _not_ours(name: str, shape: str, module: nn.Linear) -> ReceiptRow:
+def _not_ours(name: str, module: nn.Linear) -> ReceiptRow:
     """A linear layer that is not converted. One that has a forward of its own may run it in any format."""
+    shape = f"? x {module.out_features} x {module.in_features}"
     if type(module).forward is nn.Linear.forward:
         return _torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel())
     note = f"a {type(module).__name__} of {type(module).__module__.partition('.')[0]}: runs its own forward"

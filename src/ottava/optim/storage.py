@@ -355,7 +355,7 @@ class Remainder(WeightStore):
         state.pop("master", None)
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        return [_joined(piece.weight, piece.state["remainder"]) for piece in pieces]
+        return [join(piece.weight, piece.state["remainder"]) for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         for piece, value in zip(pieces, values, strict=True):
@@ -391,14 +391,13 @@ class Quantized(WeightStore):
 
 
 @dataclass(frozen=True)
-class QuantizedRemainder(WeightStore):
+class QuantizedRemainder(Remainder):
     """An FP8 weight and 16 bits more for each element, together a master of some 20 significant bits.
 
     master = (code + remainder / 2**15 ulp(code)) * scale_inv. A new scale rounds the master to its new grid.
     """
 
     whole: ClassVar[bool] = True
-    keys: ClassVar[tuple[str, ...]] = ("remainder",)
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         if "remainder" not in state:
@@ -415,9 +414,6 @@ class QuantizedRemainder(WeightStore):
         kept = _is_cast(weight, value, slack=torch.finfo(weight.dtype).eps)  # it may lie beside a number of that dtype
         state["remainder"].masked_fill_(~kept, 0)
         return kept
-
-    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        return [_restored(piece.weight, piece.state["remainder"]) for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         for piece, value in zip(pieces, values, strict=True):

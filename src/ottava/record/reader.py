@@ -292,6 +292,12 @@ class Run:
         )
         return run
 
+    def not_recorded(self) -> str:
+        """The reason why no cast has a histogram; "" if one has."""
+        if (self.path / TRAINER_MANIFEST).is_file() and not (self.path / MANIFEST).is_file():
+            return "nobody watched this run, so it has no statistics; train again with `ottava train --watch`"
+        return self.table().not_recorded()
+
     def __repr__(self) -> str:
         recipes = ", ".join(self.manifest.get("settings", {}).get("recipes", ()))
         return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
@@ -559,7 +565,7 @@ def select(
     """
     table = run.table(merge_ranks=merge_ranks)
     if not len(table):
-        raise RunError(f"{run.path}: {table.not_recorded()}")
+        raise RunError(f"{run.path}: {run.not_recorded()}")
     names = list(dict.fromkeys(table["layer"].tolist()))
     for pattern in usable(tuple(layers)):
         if not any(matches(name, (pattern,)) for name in names):

@@ -262,7 +262,7 @@ def render_report(
         events=events,
         worst_table=sections.worst_table(grid, runs),
         what_if=sections.what_if(predictions, runs),
-        not_recorded=run.table().not_recorded(),
+        not_recorded=run.not_recorded(),
         asked=asked if asked is not None and asked[0] < asked[1] else None,
         difference=sections.difference(comparison) if comparison is not None else None,
         baseline=None if baseline is None else baseline.path.resolve().name,

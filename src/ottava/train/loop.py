@@ -18,13 +18,13 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ottava.base import __version__
 from ottava.base.errors import PoisonError
 from ottava.base.settings import ConfigError, flatten
 from ottava.base.text import listed
@@ -566,7 +566,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "ottava": version("ottava")}
+    return {"torch": torch.__version__, "ottava": __version__}
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

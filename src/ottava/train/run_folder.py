@@ -25,13 +25,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
+from ottava.base import __version__
 from ottava.base.settings import ConfigError, flatten
 from ottava.base.text import to_json
 from ottava.base.untrusted import opened, parse_json, read_text
@@ -240,7 +240,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "versions": {"ottava": version("ottava"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"ottava": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": _commit(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),

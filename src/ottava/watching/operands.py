@@ -21,6 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from ottava.kernels.gate import no_autocast
+
 _HIGH_PRECISION_INSIDE = MappingProxyType({"WeightWithDynamicFloat8CastTensor": "_tensor"})
 """Tensor classes that quantize themselves -> the attribute with the tensor before the cast."""
 _EDGE_SEARCH = 64
@@ -58,13 +60,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 @contextmanager
 def unobserved(x: Tensor) -> Iterator[None]:
     """Hides operations on x: no graph, no autocast, no dispatch modes."""
-    device = x.device.type
-    cast = device != "meta" and torch.is_autocast_enabled(device)
-    with (
-        torch.no_grad(),
-        torch.autocast(device, enabled=False) if cast else nullcontext(),
-        unseen_by_modes(),
-    ):
+    with torch.no_grad(), no_autocast(x.device), unseen_by_modes():
         yield
 
 

@@ -152,7 +152,9 @@ def refuse(func: Any, *args: Any, **settings: Any) -> Any:
     raise NotImplementedError(
         f"{func}: {describe(weight)} takes no such operation: it is stored only as codes. Compute on "
         "weight.dequantize(), and store a result with weight.requantize_(values); an optimizer that steps it "
-        "keeps a master copy, as ottava.optim.AdamW(master='fp32') does"
+        "keeps a master copy, as ottava.optim.AdamW(master='fp32') does. A weight norm, another parametrization, a "
+        "pruning mask, or an average (AveragedModel with a multi_avg_fn) needs numbers: call ottava.convert(module, "
+        "recipe, weights='bf16') before"
     )
 
 
@@ -292,6 +294,16 @@ def _change_(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) ->
     return weight
 
 
+def _lerp_(func: Any, to: Any, source: Any, *weight: Any) -> Any:
+    """A step of an average that is kept in numbers: codes would lose each change that is smaller than their distance.
+
+    `AveragedModel` takes it for all averages with a `multi_avg_fn`.
+    """
+    if any(isinstance(one, QuantizedWeight) for one in tree_leaves(to)):
+        return refuse(func, to, source)
+    return _asked(func, to, source, *weight)
+
+
 def _eye(func: Any, *size: int, out: QuantizedWeight, **settings: Any) -> QuantizedWeight:
     out.requantize_(torch.eye(*size, dtype=torch.float32, device=out.device))
     return out
@@ -346,6 +358,7 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     | {f"aten.{name}": _asked for name in ("sum.dim_IntList", "mean.dim", "histc.default", "count_nonzero.default")}
     | {f"aten.{name}.correction": _asked for name in ("std", "var", "std_mean", "var_mean")}
     | {f"aten.{name}.{kind}": _asked for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")}
+    | {f"aten.{name}.Scalar": _lerp_ for name in ("lerp_", "_foreach_lerp_")}
     | {
         "aten.as_strided.default": _as_strided,
         "aten.erfinv_.default": _erfinv_,

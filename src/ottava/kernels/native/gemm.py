@@ -327,7 +327,6 @@ class Decoded:
             return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"
         if 0 in (*a.shape, *b.shape):
             return f"{Decoded.NAME}: an empty operand"
-
         if max(a.scale_inv.shape[1], b.scale_inv.shape[1]) <= 1:
             return f"{Decoded.NAME}: scales change along k; got one scale for each row"
         if reason := refusal(a.scale_inv, b.scale_inv):

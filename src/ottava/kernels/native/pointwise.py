@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.kernels.gate import LOWEST, PLAIN, address, custom_operator, pointer
+from ottava.kernels.gate import LOWEST, PLAIN, address, custom_operator, is_plain, pointer
 from ottava.kernels.native import build as native_build
 from ottava.numerics.scaling import column_major
 
@@ -72,12 +72,7 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
 
 def _readable(x: Tensor) -> bool:
     """Whether the numbers of x lie at its address in the memory of the CPU, and autograd does not ask for x."""
-    if type(x) not in PLAIN or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
-        return False
-    try:
-        return address(x) > LOWEST and not x.is_neg()
-    except RuntimeError:  # torch.func has wrapped it
-        return False
+    return x.is_cpu and not (x.requires_grad and torch.is_grad_enabled()) and is_plain(x)
 
 
 @functools.lru_cache(maxsize=1)

@@ -127,8 +127,8 @@ def configs(
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """The zero-padded size: K, to rows of 16 bytes."""
-    k = a.shape[1]
-    return "" if k % _DESCRIPTOR_BYTES == 0 else f"K {k}->{_aligned(k)}"
+    k, missing = a.shape[1], -a.shape[1] % _DESCRIPTOR_BYTES
+    return f"K {k}->{k + missing}" if missing else ""
 
 
 def plan_gemm(
@@ -232,15 +232,10 @@ def _strides(x_q: QuantizedTensor) -> tuple[int, int]:
 
 def _codes(codes: Tensor) -> Tensor:
     """Codes in rows of a multiple of 16 bytes, as descriptors need them; copied only if necessary."""
-    missing = _aligned(codes.shape[1]) - codes.shape[1]
-    if missing:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
+    if missing := -codes.shape[1] % _DESCRIPTOR_BYTES:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
         return nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
     codes = codes.contiguous()
     return codes if aligned(codes, _DESCRIPTOR_BYTES) else codes.clone()
-
-
-def _aligned(k: int) -> int:
-    return -(-k // _DESCRIPTOR_BYTES) * _DESCRIPTOR_BYTES
 
 
 @functools.cache

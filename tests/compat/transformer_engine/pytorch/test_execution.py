@@ -32,12 +32,18 @@ def test_graphed_modules_run_under_their_autocast_and_say_that_they_are_eager() 
     assert torch.equal(y, wanted)
     assert not torch.equal(y, plain(X))  # without an autocast
     with warnings.catch_warnings(action="ignore"):
-        off = te.make_graphed_callables(made(), (X,), enabled=False)
-    assert torch.equal(off(X), plain(X))
+        off = [te.make_graphed_callables(made(), (X,), enabled=said) for said in (False, None)]
+        on = te.make_graphed_callables(made(), (X,), enabled=None, **how)
+    assert all(torch.equal(one(X), plain(X)) for one in off)
+    assert torch.equal(on(X), wanted)
     with warnings.catch_warnings(action="ignore"):
         te.make_graphed_callables(made(), (X,), enabled=False, pool=None, _order=[1, -1])
     with pytest.raises(TypeError, match="unknown argument 'fp8_enable'; did you mean 'fp8_enabled'"):
         te.make_graphed_callables(made(), (X,), fp8_enable=True)
+    with pytest.raises(ValueError, match="got enabled and fp8_enabled, two names of one argument"):
+        te.make_graphed_callables(made(), (X,), enabled=False, fp8_enabled=True)
+    with pytest.raises(ValueError, match="got 2 modules, 2 sample_args and 1 of enabled"):
+        te.make_graphed_callables(tuple(made()), ((X,), (X,)), enabled=(True,))
 
 
 def test_histories_are_kept_and_put_back() -> None:

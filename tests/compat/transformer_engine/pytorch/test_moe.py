@@ -128,19 +128,20 @@ def test_chunks_and_errors() -> None:
 
 def test_the_router_is_torchs_operations_by_hand() -> None:
     logits = torch.randn(7, 12, generator=torch.Generator().manual_seed(3))
-    bias = torch.linspace(-1, 1, 12)
+    added = torch.linspace(-1, 1, 12)
     for score, pre in product(("softmax", "sigmoid", "sqrtsoftplus"), (True, False)):
         function = {
             "softmax": lambda z, pre=pre: z.softmax(-1) if pre else z,
             "sigmoid": torch.sigmoid,
             "sqrtsoftplus": lambda z: torch.log1p(z.exp()).sqrt(),
         }[score]
+        bias = None if score == "softmax" else added
         own, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         probs, there = te.fused_topk_with_score_function(own, 4, pre, 3, 2, 2.5, score, bias)
         expected = torch.zeros(7, 12)
         for row, z in enumerate(other):
             scores = function(z)
-            ranked = scores if score == "softmax" else scores + bias
+            ranked = scores if bias is None else scores + bias
             groups = ranked.detach().view(3, 4)
             best = groups.sort(1, descending=True).values[:, :2].sum(1).argsort(descending=True)[:2]
             open_ = [e for e in range(12) if e // 4 in best]
@@ -165,6 +166,8 @@ def test_the_router_is_torchs_operations_by_hand() -> None:
         te.fused_topk_with_score_function(logits, 4, pre, None, None, None, score, bias, qb_histogram=indices)
     with pytest.raises(ValueError, match="unknown score_function 'tanh'"):
         te.fused_topk_with_score_function(logits, 4, pre, None, None, None, "tanh", None)
+    with pytest.raises(ValueError, match="got expert_bias with score_function 'softmax'; needs 'sigmoid' or"):
+        te.fused_topk_with_score_function(logits, 4, pre, None, None, None, "softmax", added)
 
 
 def test_the_balance_loss() -> None:

@@ -70,7 +70,7 @@ def make_graphed_callables(
     Raises:
         NotImplementedError: on a GPU, a recipe whose scales come from earlier steps. There a graph of the whole step
             (ottava.graphed_step) moves the scales.
-        TypeError: a setting is unknown.
+        TypeError: a setting is unknown.  ValueError: it is given by both names, or not once for each module.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -87,8 +87,18 @@ def make_graphed_callables(
     several = isinstance(modules, Sequence | nn.ModuleList)
     group = list(modules) if several else [modules]
     inputs = list(sample_args) if several else [sample_args]
-    context = {new: settings.get(new, settings.get(old)) for new, old in zip(_NEW, _OLD, strict=True)}
-    on = [context["enabled"]] * len(group) if isinstance(context["enabled"], bool | None) else list(context["enabled"])
+    context = {}
+    for new, old in zip(_NEW, _OLD, strict=True):
+        given = [name for name in (new, old) if settings.get(name) is not None]  # None: TransformerEngine's default
+        if len(given) > 1:
+            raise ValueError(f"make_graphed_callables: got {new} and {old}, two names of one argument; give {new}")
+        context[new] = settings[given[0]] if given else None
+    on = list(context["enabled"]) if isinstance(context["enabled"], Sequence) else [context["enabled"]] * len(group)
+    if not len(on) == len(inputs) == len(group):
+        raise ValueError(
+            f"make_graphed_callables: got {len(group)} modules, {len(inputs)} sample_args and {len(on)} of enabled; "
+            "needs one of each for a module"
+        )
     eager = not any(t.is_cuda for one in inputs for t in one if isinstance(t, Tensor))
     if eager:
         warnings.warn(

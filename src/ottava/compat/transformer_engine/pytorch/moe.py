@@ -284,13 +284,14 @@ def fused_topk_with_score_function(
             topk / group_topk best scores.
         scaling_factor: of the probabilities.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by the sum of the chosen.
-        expert_bias: fp32 (experts,), added to scores for the choice only.
+        expert_bias: fp32 (experts,), added to scores for the choice only; not with "softmax".
         routing_map_format: "bytemap", bool (..., experts), or "bitmap_u8", with expert e in bit e % 8 of byte e / 8.
         topk_indices: integers (..., topk), filled with the experts and returned in place of the map.
     Returns:
         probabilities (..., experts) in the dtype of the logits, 0 where a token does not go, and the map.
     Raises:
-        NotImplementedError: quantile balancing (qb_histogram and the like).  ValueError: FP64 or an unknown name.
+        NotImplementedError: quantile balancing (qb_histogram and the like).  ValueError: FP64, an unknown name, or
+            expert_bias with "softmax", as TransformerEngine's.
 
     Example:
         >>> logits = torch.tensor([[0.0, 3.0, 1.0]])
@@ -304,10 +305,15 @@ def fused_topk_with_score_function(
         )
     if logits.dtype == torch.float64:
         raise ValueError("fused_topk_with_score_function: got FP64 logits; needs FP32, BF16 or FP16")
+    if expert_bias is not None and score_function == "softmax":
+        raise ValueError(
+            "fused_topk_with_score_function: got expert_bias with score_function 'softmax'; needs 'sigmoid' or "
+            "'sqrtsoftplus', or expert_bias=None"
+        )
     flat = logits.reshape(-1, logits.shape[-1])
     with no_autocast(logits.device):
         scores = _scores(flat, score_function, pre_softmax=use_pre_softmax)
-        biased = scores if expert_bias is None or score_function == "softmax" else scores + expert_bias
+        biased = scores if expert_bias is None else scores + expert_bias
         groups, used = (num_groups, group_topk) if num_groups and group_topk else (1, 1)
         chosen = choose_experts(biased.detach(), topk, groups, used, topk // used)
         own = scores.gather(1, chosen)
