@@ -417,3 +417,38 @@ def test_a_wrapper_that_a_run_goes_around_is_told_by_the_lines(tmp_path: Path) -
     mine, theirs = found.sentence.split(", in the good run at ")
     assert mine.endswith(f"→ {line} in module 0")
     assert theirs.endswith(f"→ {line} → test_traces.py:{first - 3} in module net.0.")
+
+
+def test_casts_that_get_worse_than_those_of_the_good_run_are_not_cleared(tmp_path: Path) -> None:
+    """Late in a run any error is large beside its small gradient, so one step alone would not tell."""
+    left = lambda s: {"loss": 4.0 - 0.02 * s if s < 12 else 4.5 + 0.01 * (s % 2)}  # noqa: E731
+    good = record(tmp_path / "good", experiments=(shadow(5, 0.4), shadow(20, 0.4)), casts=True)
+    for late, part in ((0.45, "innocent"), (0.9, "unknown")):
+        tried = (shadow(5, 0.4), shadow(20, late))
+        bad = record(tmp_path / part, left, experiments=tried, casts=True)
+        answer = diagnose(bad, baseline=good)
+        assert answer.fp8 == part, answer.sentence
+        assert f"at step 20, where they are {100 * late:.3g} % here" in answer.sentence or part == "innocent"
+
+
+def test_a_place_that_another_step_found_gives_way_to_the_cast_that_is_damaged(tmp_path: Path) -> None:
+    """An ablation is dear, so it comes seldom: by the step that decides, another cast may do it."""
+    places = {"train.py:7": {"error": 0.03, "clipped": 0.0}, "train.py:8": {"error": 0.4, "clipped": 0.4}}
+    blames = {"kind": "ablation", "step": 20, "set": [{"site": "train.py:7", "gemm": "", "operand": ""}]}
+    for step, site in ((30, "train.py:8"), (20, "train.py:7")):
+        tried = (shadow(step, 0.9, sites=places), {**blames, "error_before": 0.6, "error_after": 0.04})
+        answer = diagnose(
+            record(
+                tmp_path / site[-1], lambda s: {"loss": 4.0 - 0.02 * s if s < 31 else 9.0 + 0.01 * s}, experiments=tried
+            )
+        )
+        assert answer.findings[0].title == f"FP8 casts hurt the gradient: the cast at {site}"
+
+
+def test_a_function_that_casts_and_may_make_the_first_nan_is_not_cleared(tmp_path: Path) -> None:
+    """A scale of 448 over an amax of zero: the conversion itself reads the NaN."""
+    lost = {"kind": "nonfinite", "step": 31, "module": "", "operation": "addmm or my_cast", "direction": "forward"}
+    for functions, part in ((["MyCast"], "unknown"), (["Other"], "innocent")):
+        tried = (shadow(5, 0.02, sites={"train.py:7": {"error": 0.03}}, functions=functions, derivative=0.0), lost)
+        run = record(tmp_path / part, lambda s: {"loss": 4.0 if s < 31 else math.nan}, experiments=tried)
+        assert diagnose(run).fp8 == part

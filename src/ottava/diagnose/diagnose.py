@@ -30,7 +30,7 @@ from ottava.record.reader import Run, number_of
 from ottava.record.schema import FAILED
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (278, 293), "difference": (200, 238), "law": (226, 299), "software": (18, 20)}
+    {"fp8": (289, 305), "difference": (211, 250), "law": (238, 314), "software": (18, 20)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
@@ -299,9 +299,12 @@ def _parting(facts: Facts, trial: Trial, good: Facts) -> Trial:
     far = [theirs[step] >= _AS_FAR * own[step] for step in theirs.keys() & own.keys()]
     if far and 2 * sum(far) < len(far):
         return trial
-    said = (
-        f"The casts of the good run move its gradient by {100 * beside.error:.3g} %, so they do not part the two runs."
-    )
+    said = f"The casts of the good run move its gradient by {100 * beside.error:.3g} %"
+    if far and not all(far):
+        step = max(step for step in theirs.keys() & own.keys() if theirs[step] < _AS_FAR * own[step])
+        said = f"{said}, but by {100 * theirs[step]:.3g} % at step {step}, where they are {100 * own[step]:.3g} % here."
+        return replace(trial, part="unknown", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
+    said = f"{said}, so they do not part the two runs."
     return replace(trial, part="innocent", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
 
 

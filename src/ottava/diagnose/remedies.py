@@ -71,7 +71,7 @@ _ADVICE = MappingProxyType(
         "DPO the reference is a frozen copy, or the model with its adapter off.",
         "softmax": "Give the cross-entropy the logits, without a softmax.",
         "init": "Look at the initial weights of the last layer, and at scales of embeddings and logits.",
-        "given": "Look at what this operation is given besides the layers' results: inputs, labels, weights, masks.",
+        "given": "Look at what this operation is given besides the layers' results: inputs, casts, labels, masks.",
         "nonfinite": "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row.",
         "software": "This is a bug of the software, not of the recipe. Report it with this run folder.",
         "renew": "Make the FP8 copy again after each step of the optimizer.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -104,6 +105,9 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         return found
     if (wrong := _muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) is not None:
         return wrong
+    if found.part == "innocent" and (name := _makes_nan(facts, event)):
+        said = f"{found.tried[0]} But `{name}`, which converts to FP8, may make the first NaN."
+        return replace(found, part="unknown", tried=(said,))
     # an average or a moment may lose what no gradient shows; a gradient that is converted on its way was tried
     if found.part == "innocent" and outside and not any(_number(e, "replay_error") > _TOUCHED for e in shadows):
         said = f"{found.tried[0]} The script converts to FP8 outside the model, too: {outside}.{_ways(facts)}"
@@ -154,6 +158,15 @@ def _spoils(facts: Facts, event: Event | None) -> Trial | None:
             )
             return Trial("guilty", (said,), entry["step"], place=({"site": site},), hurts="tensor", sound=True)
     return None
+
+
+def _makes_nan(facts: Facts, event: Event | None) -> str:
+    """A function that somebody wrote around a conversion and that may be the first whose result is not finite."""
+    if event is None or event.kind != "not finite":
+        return ""
+    words = {w for e in facts.experiments("nonfinite") for w in str(e.get("operation")).split(" or ")}
+    names = [str(n) for e in facts.experiments("shadow") for n in e.get("functions") or ()]
+    return next((n for n in names if n.lower() in words or re.sub(r"(?<!^)(?=[A-Z])", "_", n).lower() in words), "")
 
 
 def _sites(shadows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Mapping[str, Any]]]:
@@ -466,6 +479,8 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     found = [e for e in found if bool(e.get("of_loss")) == by_loss or (by_loss and e["step"] == trial.step)]
     if found:
         best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
+        if best["step"] != trial.step and (worse := _grown(facts, trial, best["set"])) is not None:
+            return worse
         place = tuple({**p, "operand": _operand(p)} for p in best["set"])
         here, before, after = named(place), _number(best, "error_before"), _number(best, "error_after")
         if best.get("of_loss"):
@@ -486,6 +501,19 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     cast = [n for n in layers if not known or n in known]  # a norm behind a cast is hurt, too
     cast = [hurt.layer] if (hurt := damage(facts)).layer else cast  # what is before it may make its parameters' error
     return replace(trial, place=tuple({"layer": n} for n in cast[:1]))
+
+
+def _grown(facts: Facts, trial: Trial, place: Sequence[Mapping[str, str]]) -> Trial | None:
+    """The trial with a cast of the script that is damaged at its step, where an ablation of another step blamed casts
+    that are not; None if there is none."""
+    own = [e for e in facts.experiments("shadow") if e["step"] == trial.step]
+    errors = {site: error for _, site, what in _sites(own) if (error := _number(what, "error")) >= 0}
+    blamed = max((errors.get(str(p.get("site")), 0.0) for p in place), default=0.0)
+    site = max(errors, key=lambda one: errors[one], default="")
+    if not site or errors[site] < max(_OF_SITES[-1][3], 3 * blamed):
+        return None
+    said = f"At step {trial.step} {spoken(site)} moves its tensor by {100 * errors[site]:.3g} %."
+    return replace(trial, tried=(*trial.tried, said), place=({"site": site},))
 
 
 def _operand(part: Mapping[str, str]) -> str:
