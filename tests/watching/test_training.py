@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,6 +99,38 @@ def test_a_copy_that_gives_its_gradients_to_the_model_keeps_none(tmp_path: Path)
                 p.grad = q.grad
             optimizer.step()
     assert not diagnose(Run.open(tmp_path / "run")).findings
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_optimizer_that_calls_the_step_behind_its_own_steps_once(closes: bool, tmp_path: Path) -> None:
+    """torch wraps `step` of each class of which an optimizer was made, and so calls hooks twice."""
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if self.param_groups[0]["number"] == 4:
+                raise RuntimeError("once")
+            return super().step(closure)
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = Mine(model.parameters(), lr=0.05)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    with ottava.watch(model, tmp_path / "run"):
+        for number in range(10):
+            optimizer.param_groups[0]["number"] = number
+            if not closes:
+                closure()
+            with contextlib.suppress(RuntimeError):
+                optimizer.step(closure if closes else None)
+    steps = Run.open(tmp_path / "run").steps
+    assert (len(steps["step"]), max(steps["optimizer_steps"]), sum(steps["extra_steps"])) == (9, 1.0, 0.0)
 
 
 def test_a_search_along_a_line_is_one_step(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from ottava.watching.operands import Hook, unseen_by_modes
 from ottava.watching.readback import Amaxes, Ended, Reading
 from ottava.watching.schedule import Jumps, Schedule, Spent, Trigger
 from ottava.watching.sinks import make_sinks, publish
-from ottava.watching.training import UPDATES, TrainingTap
+from ottava.watching.training import UPDATES, TrainingTap, calls_on
 
 if TYPE_CHECKING:
     from ottava.experiments.laboratory import Laboratory
@@ -496,6 +496,8 @@ class Watch:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        if calls_on(optimizer):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return self._about_to_step(optimizer)
@@ -520,6 +522,8 @@ class Watch:
         self.laboratory.before_step(optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if calls_on(optimizer):
+            return
         if self.cures is not None:
             self.cures.after(optimizer)
         self.training.searches = False
