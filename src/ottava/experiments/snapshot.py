@@ -9,11 +9,13 @@ of BF16 parameters to BF16.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -276,6 +278,26 @@ def _copy(value: Any) -> Any:
 def stepped_by(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def calls_on(optimizer: Optimizer) -> bool:
+    """Whether a step of this optimizer runs inside of another one.
+
+    torch wraps `step` of each class of which an optimizer was made: it calls hooks twice where a class calls
+    `super().step()`.
+    """
+    wrapper, frame, found = _wrapper(), sys._getframe(1), 0
+    while frame is not None and found < 2:
+        found += frame.f_code is wrapper and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return found > 1
+
+
+@functools.cache
+def _wrapper() -> CodeType:
+    """The code that torch puts around `step`, which calls the hooks."""
+    code: CodeType = Optimizer.profile_hook_step(lambda self: None).__code__
+    return code
 
 
 def _door(door: Quantizer) -> _Door:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ottava.experiments.snapshot import calls_on
 from ottava.kernels import accumulate
 from ottava.kernels.reference import block_columns, scale_of_block
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, get_accumulator
@@ -142,7 +143,7 @@ class Audit:
             raise ValueError("audit: another audit is running in this process; end it first")
         named = () if self._model is None else self._model.named_modules()
         self._names = {id(module.plans): name for name, module in named if hasattr(module, "plans")}
-        self._hook = register_optimizer_step_post_hook(lambda *_: self.step())
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: calls_on(optimizer) or self.step())
         tap().see = self._see
         return self
 

@@ -38,7 +38,7 @@ from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao
 from ottava.experiments.program import tensors_in
-from ottava.experiments.snapshot import stepped_by
+from ottava.experiments.snapshot import calls_on, stepped_by
 
 SCHEMA = "ottava.trace/1"
 GRADIENTS = ("output gradient", "input gradient")
@@ -364,7 +364,7 @@ class StepRecorder:
                         yield module, name, parameter
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.active:
+        if not self.active or calls_on(optimizer):
             return
         names: dict[int, tuple[Any, str]] = {id(p): (module, name) for module, name, p in self._parameters()}
         for number, p in enumerate(stepped_by(optimizer)):
@@ -377,7 +377,7 @@ class StepRecorder:
                 self._before[id(p)] = module, name, _local(p).clone()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.active:
+        if not self.active or calls_on(optimizer):
             return
         for p in stepped_by(optimizer):
             if id(p) in self._before:

@@ -40,6 +40,7 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
+from ottava.experiments.snapshot import calls_on
 from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
 from ottava.record.reader import Run, Table
@@ -56,7 +57,7 @@ from ottava.watching.operands import Hook, unseen_by_modes
 from ottava.watching.readback import Amaxes, Ended, Reading
 from ottava.watching.schedule import Jumps, Schedule, Spent, Trigger
 from ottava.watching.sinks import make_sinks, publish
-from ottava.watching.training import UPDATES, TrainingTap, calls_on
+from ottava.watching.training import UPDATES, TrainingTap
 
 if TYPE_CHECKING:
     from ottava.experiments.laboratory import Laboratory

@@ -22,7 +22,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -614,26 +614,6 @@ def _left(parameters: Sequence[Tensor]) -> Tensor:
         if left
         else torch.zeros((), dtype=torch.float32)
     )
-
-
-def calls_on(optimizer: Optimizer) -> bool:
-    """Whether a step of this optimizer runs inside of another one.
-
-    torch wraps `step` of each class of which an optimizer was made: it calls hooks twice where a class calls
-    `super().step()`.
-    """
-    wrapper, frame, found = _wrapper(), sys._getframe(1), 0
-    while frame is not None and found < 2:
-        found += frame.f_code is wrapper and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
-    return found > 1
-
-
-@functools.cache
-def _wrapper() -> CodeType:
-    """The code that torch puts around `step`, which calls the hooks."""
-    code: CodeType = Optimizer.profile_hook_step(lambda self: None).__code__
-    return code
 
 
 def _largest(rates: Sequence[float]) -> dict[str, float]:
