@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ottava.experiments.snapshot import calls_on
 from ottava.kernels import accumulate
@@ -143,7 +143,7 @@ class Audit:
             raise ValueError("audit: another audit is running in this process; end it first")
         named = () if self._model is None else self._model.named_modules()
         self._names = {id(module.plans): name for name, module in named if hasattr(module, "plans")}
-        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: calls_on(optimizer) or self.step())
+        self._hook = register_optimizer_step_post_hook(self._stepped)
         tap().see = self._see
         return self
 
@@ -152,6 +152,10 @@ class Audit:
     ) -> None:
         tap().see = None
         self._hook.remove()
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if not calls_on(optimizer):
+            self.step()
 
     def step(self) -> None:
         """Ends a step; a step of a torch optimizer calls it."""
