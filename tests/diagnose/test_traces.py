@@ -452,3 +452,13 @@ def test_a_function_that_casts_and_may_make_the_first_nan_is_not_cleared(tmp_pat
         tried = (shadow(5, 0.02, sites={"train.py:7": {"error": 0.03}}, functions=functions, derivative=0.0), lost)
         run = record(tmp_path / part, lambda s: {"loss": 4.0 if s < 31 else math.nan}, experiments=tried)
         assert diagnose(run).fp8 == part
+
+
+def test_a_backward_that_is_no_derivative_is_guilty_where_something_happened(tmp_path: Path) -> None:
+    """Feedback alignment means it: a training that goes well is not accused, unless its gradient is a wild one."""
+    for name, ends, error, part in (("a", 4.0, 1.9, "unknown"), ("b", 9.0, 1.9, "guilty"), ("c", 4.0, 40.0, "guilty")):
+        tried = [shadow(s, 0.02, functions=["Mine"], derivative=error, norm=1.0) for s in (5, 10, 20)]
+        loss = lambda s, ends=ends: {"loss": 4.0 - 0.02 * s if s < 31 or ends < 9 else ends + 0.01 * s}  # noqa: E731
+        answer = diagnose(record(tmp_path / name, loss, experiments=tuple(tried)))
+        assert answer.fp8 == part, answer.sentence
+        assert bool(answer.findings) == (part == "guilty")
