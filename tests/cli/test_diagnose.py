@@ -30,7 +30,7 @@ def test_a_clean_run_exits_0_and_says_what_was_looked_at(tmp_path: Path) -> None
     assert "lack data (--all shows them, and the triage tree)" in text
     _, whole = call(tmp_path / "run", "--all")
     assert "Does the loss leave its band for good? No." in whole
-    assert "M3   Softmax is applied twice: needs the graph of the loss" in whole
+    assert "M3   The loss does not measure the model: needs the graph of the loss, or batches" in whole
 
 
 @pytest.mark.parametrize("fail_on, code", [("critical", 1), ("warning", 1), ("never", 0)])
