@@ -715,7 +715,8 @@ NEEDS = MappingProxyType(
         "kept_gradient": "gradients before backward", "loss_share": "losses of several micro-batches",
         "loss_longer": "shadow steps", "loss_tenth": "a shadow step, or full looks", "ranks": "several ranks",
         "train_forwards_in_eval_mode": "modes of forwards", "trace": "a trace of torch's calls",
-        "sees_later": "a shadow step, and labels", "mixes": "a shadow step", "softmax_twice|input_hash": "the graph of the loss, or batches",
+        "sees_later": "a shadow step, and labels", "mixes": "a shadow step",
+        "softmax_twice|input_hash": "the graph of the loss, or batches",
         "padding|uncounted": "a shadow step, and a mask",
     }
 )  # fmt: skip
