@@ -299,8 +299,10 @@ def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
         return {**_UNKNOWN}
     square, own = main.shape[0] == main.shape[1], _run(forward, way, evaluates=True)
 
-    def moved(change: Any, kept: Any, dim: int = 0, again: Any = None) -> bool | None:
-        """Whether what `kept` takes of an output is other under a change of the inputs along a dimension."""
+    def moved(change: Any, kept: Any, dim: int = 0, again: Any = None, near: bool = False) -> bool | None:
+        """Whether what `kept` takes of an output is other under a change of the inputs along a dimension.
+
+        near: the first rows are enough, as where a state that is carried on fades."""
 
         def changed(x: Tensor) -> Tensor:
             return change(x.transpose(0, dim)).transpose(0, dim) if x.shape[: dim + 1] == main.shape[: dim + 1] else x
@@ -308,7 +310,9 @@ def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
         for a, b in zip(own, _run(forward, way, changed, evaluates=True), strict=False):
             if a.dim() >= 2 + dim and a.shape == b.shape and a.shape[: dim + 1] == main.shape[: dim + 1]:
                 a, b = a.transpose(0, dim), b.transpose(0, dim)
-                return bool(_moved(kept(a), (again or kept)(b)).float().mean() > 0.5)
+                rows = _moved(kept(a), (again or kept)(b)).float()
+                fades = near and len(rows) > 2 and bool(rows[:2].all() and (rows.diff() <= 0).all())
+                return fades or bool(rows.mean() > 0.5)
         return None
 
     def far(x: Tensor) -> Tensor:
@@ -325,7 +329,7 @@ def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
     if along is False or (square and not along):
         return {**_UNKNOWN}
     mixes = moved(lambda x: torch.cat([x[: len(x) - len(x) // 2], far(first(x))]), first)
-    follows = mixes is False and moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last)
+    follows = mixes is False and moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last, near=True)
     if mixes is not False or follows is not False:
         # an RNN without batch_first=True: a sample's own sequence says nothing but by its end
         in_time = follows and along is None and not _reads_along(forward, way, main, own)
