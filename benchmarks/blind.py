@@ -7,8 +7,9 @@ four fifths of the gap to the good run are gone. `--laws` counts how often each 
 A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
 and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
 `SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and a finding or no answer is an alarm. What
-`ottava diagnose --json` said is stored beside the truth in benchmarks/results/blind-SET.json. A judge who did not write
-the debugger adds "right" or "wrong". What is said of FP8 is judged here: guilty where the truth says so, nowhere else.
+`ottava diagnose --json` said is stored beside the truth in benchmarks/results/blind-SET.json, and what it says of the
+good run of a fault, alone. A judge who did not write the debugger adds "right" or "wrong". What is said of FP8 is
+judged here: guilty where the truth says so, and nowhere else.
 
     truth.yaml    - name: lr_too_high          the script, without .py
                     fp8: false                 whether the casts do it
@@ -92,7 +93,7 @@ def look(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     bad, failed = watched(script, "bad", ranks, at / f"{case['name']}-bad")
     if broken or failed:
         return {**result, "error": broken or failed}
-    result["beside"], result["alone"] = answered(bad, good), answered(bad, None)
+    result["beside"], result["alone"], result["good"] = answered(bad, good), answered(bad, None), answered(good, None)
     for how in ("beside", "alone"):
         accused = any(f["stage"] in ("fp8", "software") for f in result[how].get("findings", []))
         result[f"fp8_{how}"] = "right" if accused == bool(case.get("fp8")) else "accused" if accused else "missed"

@@ -106,14 +106,8 @@ def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path)
         assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
         assert sentence in result.sentence
     falls = lambda s: {"loss": 4.0 - 0.05 * s}  # noqa: E731
-    idle = diagnose(record(tmp_path / "idle", falls, ranks={1: {"change": lambda s: {"input_hash": 900.0 + s}}}))
-    assert not idle.findings  # its data are harder
-    other = {1: {"change": lambda s: {"loss": 4.0 + 0.01 * s, "input_hash": 900.0 + s}}}
-    idle = diagnose(record(tmp_path / "noise", falls, ranks=other))
-    assert [f.id for f in idle.findings] == ["R1"]
-    assert "Rank 1 learns nothing from its data: its loss goes from 4.02 to 4.355, that of rank 0" in idle.sentence
-    part = {1: {"change": lambda s: {"loss": 0.4 - 0.005 * s, "input_hash": 900.0 + s}}}
-    assert not diagnose(record(tmp_path / "part", falls, ranks=part)).findings  # the same share of a smaller loss
+    harder = {1: {"change": lambda s: {"loss": 4.0 + 0.01 * s, "input_hash": 900.0 + s}}}
+    assert not diagnose(record(tmp_path / "harder", falls, ranks=harder)).findings  # data of its own
     split = [{**p, "sharded": True} for p in parameters()]
     assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
     one = diagnose(record(tmp_path / "batches", ranks={1: {}}))

@@ -97,31 +97,23 @@ def tried(model: nn.Module, *inputs: Tensor, **others: Tensor) -> dict[str, bool
 def test_what_an_output_depends_on_is_tried() -> None:
     torch.manual_seed(0)
     ids, bags = torch.randint(16, (8, 12)), torch.randn(8, 5, 8)
-    kinds = ("sees_later", "mixes", "by_place")
+    kinds = ("sees_later", "mixes")
     for model, x, wanted in (
-        (Words(), ids, (False, False, False)),
-        (Words(ahead=1), ids, (True, False, False)),
-        (Bags(1), bags, (None, False, False)),
-        (Bags(1, norm=True), bags, (None, False, False)),
-        (Bags(0), bags, (None, True, None)),
-        (Hidden(), bags, (None, False, False)),
+        (Words(), ids, (False, False)),
+        (Words(ahead=1), ids, (True, False)),
+        (Bags(1), bags, (None, False)),
+        (Bags(1, norm=True), bags, (None, False)),
+        (Bags(0), bags, (None, True)),
+        (Hidden(), bags, (None, False)),
         # nodes of a graph, and a square that may have time in front
-        (nn.Linear(8, 3), bags[:, 0], (None, None, None)),
-        (Bags(0), torch.randn(8, 8, 8), (None, None, None)),
-        (nn.LSTM(8, 8), torch.randn(12, 5, 8), (None, None, None)),
-        *((Tags(down, first), torch.randint(16, shape), (False, False, down) if first else (False, None, None))
+        (nn.Linear(8, 3), bags[:, 0], (None, None)),
+        (Bags(0), torch.randn(8, 8, 8), (None, None)),
+        (nn.LSTM(8, 8), torch.randn(12, 5, 8), (None, None)),
+        *((Tags(down, first), torch.randint(16, shape), (False, False) if first else (False, None))
           for down in (False, True) for first in (False, True) for shape in ((8, 12), (12, 12))),
     ):  # fmt: skip
         found = tried(model, x)
         assert tuple(found[kind] for kind in kinds) == wanted, (model, found)
-
-
-def test_a_state_that_is_carried_along_is_no_place_in_the_batch() -> None:
-    """Samples lie along its second dimension, so it stays as it is when they come in another order."""
-    model, x = nn.LSTM(8, 8, batch_first=True), torch.randn(6, 5, 8)
-    assert tried(model, x)["by_place"] is False
-    found = tried(model, x, (torch.randn(1, 6, 8), torch.randn(1, 6, 8)))  # type: ignore[arg-type]
-    assert (found["mixes"], found["by_place"]) == (False, None)
 
 
 class Padded(nn.Module):

@@ -88,6 +88,11 @@ class LossCurve:
         return _spread(self._apart[: max(lowest + 1, LEAST)])
 
     @cached_property
+    def first(self) -> float:
+        """What the training began with: the median of its first three losses; NaN without one."""
+        return _median(self.loss[np.isfinite(self.loss)][:3])
+
+    @cached_property
     def rise(self) -> float:
         """A rise that is no noise: six standard deviations of the noise, and a tenth of all that the loss fell before.
 
@@ -97,7 +102,7 @@ class LossCurve:
         if not len(finite):
             return math.inf
         lowest = float(np.min(self.smooth[np.isfinite(self.smooth)], initial=math.inf))
-        fell = max(float(np.median(finite[:3])) - lowest, 0.0)
+        fell = max(self.first - lowest, 0.0)
         return max(_RISE_NOISE * self._early, 0.1 * fell, 1e-9)
 
     def at_best(self, before: float) -> float:

@@ -19,7 +19,6 @@ from ottava.diagnose.facts import Facts, bare
 
 _ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})
 """What one rank may do alone: a validation."""
-_COURSE = 20  # losses of a rank
 _NEAR = 0.1  # of a gradient, in a sketch
 _SAME = 1e-6  # relative; equal numbers in one order of additions are equal to the bit
 
@@ -41,7 +40,6 @@ def copies(facts: Facts, other: Facts) -> list[str]:
 
 def parted(facts: Facts) -> Iterator[Difference]:
     """How the ranks differ where they should not, the earliest first in each rank."""
-    yield from _idle(facts)
     for rank, other in facts.ranks.items():
         same = copies(facts, other)
         if same:
@@ -51,31 +49,6 @@ def parted(facts: Facts) -> Iterator[Difference]:
                 yield replace(d, sentence=f"Rank {rank} beside rank 0: {d.sentence}")
         else:
             yield from _unequal_start(facts, other)
-
-
-def _idle(facts: Facts) -> Iterator[Difference]:
-    """Ranks whose loss does not fall where that of the others does: their share of the gradient comes from other data.
-
-    A rank may see harder data than the others, so a fifth of what they gain is enough, or half of it in a few batches.
-    """
-    losses = {0: facts.loss, **{rank: other.loss for rank, other in facts.ranks.items()}}
-    known = {rank: curve.loss[np.isfinite(curve.loss)] for rank, curve in losses.items()}
-    if min(map(len, known.values())) < _COURSE:
-        return
-    begins = {rank: float(np.median(loss[:3])) for rank, loss in known.items()}
-    ends = {rank: float(np.median(loss[-len(loss) // 4 :])) for rank, loss in known.items()}
-    best = max(known, key=lambda rank: begins[rank] - ends[rank])
-    gain = begins[best] - ends[best]
-    for rank, curve in losses.items():
-        few = begins[rank] - float(np.quantile(known[rank][-len(known[rank]) // 2 :], 0.05)) > 0.5 * gain
-        if few or gain <= 0.3 * abs(begins[best]) or gain <= 6 * curve.noise:
-            continue
-        # of losses in other units, as sums over the words of all ranks, only shares are alike
-        share = (begins[rank] - ends[rank]) / max(abs(begins[rank]), 1e-12)
-        if begins[rank] - ends[rank] < 0.2 * gain and share < 0.2 * gain / abs(begins[best]):
-            said = f"Rank {rank} learns nothing from its data: its loss goes from {begins[rank]:.4g} to "
-            said += f"{ends[rank]:.4g}, that of rank {best} from {begins[best]:.4g} to {ends[best]:.4g}."
-            yield Difference("data", "loss", ends[best], ends[rank], said)
 
 
 def same_batches(facts: Facts) -> bool:

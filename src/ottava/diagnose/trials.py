@@ -49,6 +49,7 @@ the errors of many steps."""
 _GONE = 0.05  # of the elements of a gradient; 49 healthy runs of five blind sets have at most 0.5 %
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
+_LEFT, _USELESS = 0.1, 0.85  # of the first loss; of a gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 
 
@@ -72,7 +73,7 @@ class Trial:
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
     hurts: str = "gradient"
-    """What the casts move: the gradient, the updates behind it, or the loss."""
+    """What the casts move: the gradient, the updates behind it, or a tensor."""
     sound: bool = False
     """Whether it holds whatever has become of the model: what goes in is held against what comes out."""
 
@@ -206,7 +207,7 @@ def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]
     A gradient as a whole may hide that: one large parameter outweighs all others, and an optimizer that divides by the
     size of each does not.
     """
-    tried = [e for e in _halves(event, shadows)[0] if not _small(facts, e)]
+    tried = [e for e in _halves(event, shadows)[0] if not _fits(facts, e)]
     errors: dict[str, list[float]] = {}
     for _, site, what in _sites(tried):
         errors.setdefault(site, []).append(_number(what, "error"))
@@ -374,8 +375,6 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         if hurts:
             said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
             return _shown("unknown", said, entry)
-    if before and _takes(facts, last := max(before, key=_step)):
-        return _shown("guilty", _said(last, facts), last, hurts="loss")
     worst = max(before or after, key=lambda e: float(e["error"]))
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
@@ -390,16 +389,10 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         noise = worst.get("noise")
         why = "the noise of the batch is not known"
         why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
-        why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
+        why = _fits(facts, worst) or why
         ends += f"; {why})." if over else ")."
-        if over and noise is None and not _small(facts, worst):
+        if over and noise is None and not _fits(facts, worst):
             return _shown("unknown", ends, worst)
-    exact = [(e, x) for e in before or after if (x := _number(e, "loss_without"))]
-    dearer = [(_number(e, "loss") - x) / abs(x) for e, x in exact]
-    if over and len(dearer) > 1 and min(dearer) > 0.01:
-        ends += f" But with casts the loss of the same batch is higher, by {100 * max(dearer):.2g} % in one trial."
-        ends = f"{ends} {damage(facts, sites=list(worst.get('sites') or ())).sentence}".rstrip()
-        return _shown("unknown", ends, worst)
     return _shown("innocent", ends, worst)
 
 
@@ -432,18 +425,24 @@ def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
     return gradient_level(_bits(facts, entry))
 
 
-def _small(facts: Facts, entry: Mapping[str, Any]) -> bool:
-    """Whether the gradient is that of a batch that the model fits: it moves nothing."""
+def _fits(facts: Facts, entry: Mapping[str, Any]) -> str:
+    """Why an error of this gradient says little: the model fits the batch; "" if it does not.
+
+    A gradient is the difference of outputs and targets. Where little of it is left, the rounding of the outputs is
+    large beside it in every healthy run. Only casts that leave nothing of it hurt there.
+    """
     norms = facts.column("grad_norm")
-    if norms is None:
-        return False
-    # later: a blow-up
-    largest = float(np.max(norms[np.isfinite(norms) & (facts.steps <= entry["step"])], initial=0.0))
-    return _number(entry, "norm") < _STILL * largest
+    if norms is not None:  # a later one may be that of a blow-up
+        largest = float(np.max(norms[np.isfinite(norms) & (facts.steps <= entry["step"])], initial=0.0))
+        if _number(entry, "norm") < _STILL * largest:
+            return "of a gradient below a thousandth of the largest"
+    if 0 <= _number(entry, "loss") < _LEFT * facts.loss.first and float(entry["error"]) < _USELESS:
+        return "less than a tenth of the first loss is left, where rounding is large beside any gradient"
+    return ""
 
 
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
-    if _small(facts, entry):
+    if _fits(facts, entry):
         return False
     noise = entry.get("noise")
     known = float(noise) if isinstance(noise, (int, float)) else None
@@ -455,9 +454,8 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
 
 def _takes(facts: Facts, entry: Mapping[str, Any]) -> float:
     """What casts take from the loss of one batch, see `loss_taken`."""
-    loss = facts.loss.loss[np.isfinite(facts.loss.loss)]
-    first = float(np.median(loss[:3])) if len(loss) else math.nan
-    return loss_taken(first, _number(entry, "loss"), _number(entry, "loss_without"), facts.loss.noise)
+    both = _number(entry, "loss"), _number(entry, "loss_without")
+    return loss_taken(facts.loss.first, *both, facts.loss.noise)
 
 
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:
@@ -480,26 +478,18 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     """The trial with the place that an ablation found, or else that of the worst parameter."""
     if trial.part != "guilty":
         return trial
-    by_loss = trial.hurts == "loss"
-    found = [e for e in facts.experiments("ablation") if e.get("set")]
-    found = [e for e in found if bool(e.get("of_loss")) == by_loss or (by_loss and e["step"] == trial.step)]
-    if found:
+    # a record of before may have searches in the loss
+    if found := [e for e in facts.experiments("ablation") if e.get("set") and not e.get("of_loss")]:
         best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
         if best["step"] != trial.step and (worse := _grown(facts, trial, best["set"])) is not None:
             return worse
         place = tuple({**p, "operand": _operand(p)} for p in best["set"])
         here, before, after = named(place), _number(best, "error_before"), _number(best, "error_after")
-        if best.get("of_loss"):
-            less = max(after, 0.0)
-            said = f"With {here} in high precision the casts cost {less:.2g} of the loss in place of {before:.2g}."
-            return replace(trial, tried=(*trial.tried, said), place=place)
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {here} in high precision the gradient's error {fell}."
         if best["step"] != trial.step:
             said = f"With {here} in high precision the gradient's error of step {best['step']} {fell}."
         return replace(trial, tried=(*trial.tried, said), cured=after, place=place)
-    if by_loss:
-        return trial  # the gradient's worst parameters say nothing of the loss
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst if w.get("parameter")]

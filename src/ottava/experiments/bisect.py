@@ -50,7 +50,7 @@ from ottava.base.errors import unknown_name
 from ottava.base.text import finite, progress
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import Casts, is_torchao, only_without
-from ottava.experiments.program import Gradients, Pass, Player
+from ottava.experiments.program import Gradients, Player
 from ottava.experiments.replay import (
     Deviation,
     Loss,
@@ -577,9 +577,6 @@ class Ablation:
         tail: as the shadow's.
     """
 
-    excess: Callable[[Pass], float] | None = None
-    """What a pass has in its loss above that without casts, for a search in the loss; `error` is that of all casts."""
-
     def __init__(self, player: Player, casts: Casts, exact: Gradients, error: float, *, tail: bool) -> None:
         self.player, self.casts, self.exact, self.error, self.tail = player, casts, exact, error, tail
         self.trials = 0
@@ -600,7 +597,6 @@ class Ablation:
                 for (n, g), o in zip(kept, parts, strict=True)
             ],
             "of": len(units),
-            "of_loss": self.excess is not None,
             "complete": not self._spent,
             "error_before": self.error,
             "error_after": after if math.isfinite(after) else None,
@@ -670,9 +666,6 @@ class Ablation:
                 yield
 
         found = self.player.run(replace(way, switched=switched), tail=self.tail)
-        if self.excess is not None:
-            error = self.excess(found)
-        else:
-            error = compared(found.gradients, self.exact, None, self.player.parameters, lambda _: "")["error"]
+        error = compared(found.gradients, self.exact, None, self.player.parameters, lambda _: "")["error"]
         self._known[key] = math.inf if error is None else error
         return self._known[key]

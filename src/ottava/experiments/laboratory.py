@@ -35,7 +35,7 @@ from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of, sc
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow
-from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, loss_taken, overshoots, robust_z
+from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, overshoots, robust_z
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.parameter import local
 
@@ -311,8 +311,7 @@ class Laboratory:
         self._postponed = False
         self._simulated = self._failures = 0
         self._price = 0.0  # seconds of the last shadow
-        self._first_loss = math.nan
-        self._ablated: dict[str, int] = {}  # "gradient" or "loss" -> step
+        self._ablated = -every  # the step of the last search
         self._pending: tuple[Shadow, dict[str, Any] | None] | None = None
         self._versions: list[int] = []
         self._blamed: list[tuple[str, str]] = []
@@ -396,7 +395,6 @@ class Laboratory:
     def lost(self, step: int, loss: float | None) -> None:
         """A step ended with this loss."""
         if loss is not None:
-            self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
             recent = [earlier for _, earlier in self._losses if math.isfinite(earlier)]
             self._losses.append((step, loss) if math.isfinite(loss) else (step, math.inf))
             if not math.isfinite(loss):
@@ -673,13 +671,10 @@ class Laboratory:
                 return
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
-            if casts.mode == "real" and (worth := self._ablates(facts, casts, took)):
+            if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
-                if worth == "loss":
-                    search.error = facts["loss"] - (exact := facts["loss_without"])
-                    search.excess = lambda found: (shadow.loss_of(found) or 0.0) - exact
                 if (found := search.facts()) is not None:
-                    self._ablated[worth] = self._step
+                    self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
 
@@ -698,24 +693,17 @@ class Laboratory:
             self._found_nonfinite = True
             self._write(step, "nonfinite", **found)
 
-    def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> str:
-        """What the casts hurt, if the search for the worst of them is not too soon or, with a budget, too dear."""
-        if facts["error"] is None:
-            return ""
-        what, about = "gradient", (facts["error"], facts.get("noise"), facts.get("bias"), casts.bits)
-        sure = gradient_hurts(*about)
+    def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> bool:
+        """Whether to search for the worst of casts that hurt: not too soon, nor, with a budget, too dear."""
+        if facts["error"] is None or self._step - self._ablated < self._every:
+            return False
+        about = (facts["error"], facts.get("noise"), facts.get("bias"), casts.bits)
         if not gradient_hurts(*about, hidden=SUSPICIOUS):
-            exact = facts["loss_without"]
-            if exact is None or not loss_taken(self._first_loss, facts["loss"], exact):
-                return ""
-            what, sure = "loss", True
-        if self._step - self._ablated.get(what, -self._every) < self._every:
-            return ""
+            return False
         # what may be noise is searched for once it is paid for; ranks must agree, clocks do not
-        if (sure and self._early == EARLY) or self._why != "schedule" or not _alone():
-            return what
-        budget = self._share * (time.perf_counter() - self._started)
-        return what if self.seconds + _SEARCH * took < budget else ""
+        if (gradient_hurts(*about) and self._early == EARLY) or self._why != "schedule" or not _alone():
+            return True
+        return self.seconds + _SEARCH * took < self._share * (time.perf_counter() - self._started)
 
 
 def _alone() -> bool:

@@ -2,7 +2,6 @@
 
     sees_later    a sequence's later tokens are changed: does the output before them move?
     mixes         the second half of a batch is replaced: does the output of the first half move?
-    by_place      the samples come in another order: are their outputs others, though neither half moves the other?
     padding       the model gets one row without its padding: do the outputs of the row's own tokens move?
     hidden        a row's own tokens are changed, but for the last: does the output of the last one stay?
     crosses       the first document of a packed row is changed: does the output of the last one move?
@@ -60,7 +59,7 @@ def reasons(forwards: Sequence[Forward], way: Way, *, ranks: bool = False) -> di
         >>> recorder = Recorder([model])
         >>> _ = model(torch.randn(8, 3, 2))
         >>> reasons(recorder.finish().forwards, AS_IT_RAN)
-        {'sees_later': None, 'mixes': False, 'by_place': False, 'in_time': None}
+        {'sees_later': None, 'mixes': False, 'in_time': None}
     """
     first = next((f for f in forwards if not f.chained), None)
     if first is None:
@@ -287,19 +286,18 @@ def _crosses(forward: Forward, way: Way, tokens: Tensor, parts: Tensor, own: lis
     return None
 
 
-_UNKNOWN: MappingProxyType[str, bool | None] = MappingProxyType(dict.fromkeys(("mixes", "by_place", "in_time")))
+_UNKNOWN: MappingProxyType[str, bool | None] = MappingProxyType(dict.fromkeys(("mixes", "in_time")))
 
 
 def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
-    """Whether samples depend on others of their batch, whether on their place in it, and whether they are taken for
-    steps of time."""
+    """Whether samples depend on others of their batch, and whether they are taken for steps of time."""
     inputs = [x.value() for x in leaves(forward.arguments) if isinstance(x, Kept)]
     main = next((x for x in inputs if x.dim() >= 3 or (x.dim() == 2 and not x.is_floating_point())), None)
     if main is None or len(main) < _FEWEST:
         return {**_UNKNOWN}
     square, own = main.shape[0] == main.shape[1], _run(forward, way, evaluates=True)
 
-    def moved(change: Any, kept: Any, dim: int = 0, again: Any = None, near: bool = False) -> bool | None:
+    def moved(change: Any, kept: Any, dim: int = 0, near: bool = False) -> bool | None:
         """Whether what `kept` takes of an output is other under a change of the inputs along a dimension.
 
         near: the first rows are enough, as where a state that is carried on fades."""
@@ -310,7 +308,7 @@ def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
         for a, b in zip(own, _run(forward, way, changed, evaluates=True), strict=False):
             if a.dim() >= 2 + dim and a.shape == b.shape and a.shape[: dim + 1] == main.shape[: dim + 1]:
                 a, b = a.transpose(0, dim), b.transpose(0, dim)
-                rows = _moved(kept(a), (again or kept)(b)).float()
+                rows = _moved(kept(a), kept(b)).float()
                 fades = near and len(rows) > 2 and bool(rows[:2].all() and (rows.diff() <= 0).all())
                 return fades or bool(rows.mean() > 0.5)
         return None
@@ -334,12 +332,7 @@ def _samples(forward: Forward, way: Way) -> dict[str, bool | None]:
         # an RNN without batch_first=True: a sample's own sequence says nothing but by its end
         in_time = follows and along is None and not _reads_along(forward, way, main, own)
         return {**_UNKNOWN, "mixes": None if mixes and square else mixes, "in_time": in_time or None}
-    # what has its samples along another dimension, as the state of an RNN, would stay as it is
-    if any(len(main) in x.shape[1:] and len(x) != len(main) for x in inputs if x.dim()):
-        return {**_UNKNOWN, "mixes": mixes}
-    by_place = moved(_turned, _turned, again=lambda x: x)
-    # what is drawn for each sample, as a mask, is drawn by place
-    return {**_UNKNOWN, "mixes": mixes, "by_place": by_place and not _draws(forward, way, own)}
+    return {**_UNKNOWN, "mixes": mixes}
 
 
 def _reads_along(forward: Forward, way: Way, main: Tensor, own: list[Tensor]) -> bool:
@@ -348,16 +341,6 @@ def _reads_along(forward: Forward, way: Way, main: Tensor, own: list[Tensor]) ->
     changed = torch.cat([main[:, :half].roll(1, 0), main[:, half:]], 1)
     again = _run(forward, way, _with(changed, main), evaluates=True)
     return not half or any(a.shape == b.shape and bool(_moved(a, b).any()) for a, b in zip(own, again, strict=False))
-
-
-def _draws(forward: Forward, way: Way, own: list[Tensor]) -> bool:
-    """Whether an evaluation gives other outputs for other random numbers."""
-    again = _run(forward, way, evaluates=True, seed=1)
-    return any(a.shape == b.shape and bool(_moved(a, b).any()) for a, b in zip(own, again, strict=False) if a.dim())
-
-
-def _turned(x: Tensor) -> Tensor:
-    return x.roll(1, 0)
 
 
 def _moved(a: Tensor, b: Tensor) -> Tensor:
@@ -373,11 +356,8 @@ def _run(
     *,
     evaluates: bool = False,
     seen: _Seen | None = None,
-    seed: int | None = None,
 ) -> list[Tensor]:
     forward.around.restore(forward.module)
-    if seed is not None:
-        torch.manual_seed(seed)
 
     def value(x: Any) -> Any:
         x = x.value() if isinstance(x, Kept) else x
