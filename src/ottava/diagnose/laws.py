@@ -21,6 +21,7 @@ from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts, Values
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
+from ottava.diagnose.trials import VANISHED
 from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
 
 
@@ -168,7 +169,6 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _FEW, _SAME = 4, 12  # steps
-_MOST = 0.3  # of the elements of a gradient
 _OUTSIDE = "optimizer["  # begins the name of what an optimizer steps, and no model has
 
 
@@ -187,7 +187,7 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
     given, used = facts.column("grad_norm"), facts.column("grad_norm_used")
-    lost = any((e.get("vanished") or 0.0) > _MOST for e in facts.experiments("shadow"))  # on its way: O4, or casts
+    lost = any((e.get("vanished") or 0.0) > VANISHED for e in facts.experiments("shadow"))  # on its way: O4, or casts
     if given is not None and used is not None and not lost:
         gets = np.flatnonzero(~((given > 0) & (used == 0)))
         first = int(gets[-1]) + 1 if len(gets) else 0

@@ -41,7 +41,7 @@ from ottava.recipe import TENSOR_OF
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
 _NEAR = 3  # steps
-_VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few percent
+VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few percent
 _MOST = 0.5  # of a tensor, as a norm
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
@@ -181,7 +181,7 @@ def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
     tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
     names = sorted(n for n in set.intersection(*(names for names, _ in tried)) if facts.size(n) > _FEW)
     last = tried[-1][1]
-    sites = [{"site": site} for _, site, what in _sites([last]) if _number(what, "flushed") > _VANISHED]
+    sites = [{"site": site} for _, site, what in _sites([last]) if _number(what, "flushed") > VANISHED]
     if names:
         said = (
             f"With casts the gradient of {some(names)} is zero in each of {len(tried)} trials, without them it is not."
@@ -228,7 +228,7 @@ def _arrived(facts: Facts, outside: str) -> Trial | None:
     """Casts on the way from the backward to the optimizer: the gradient is lost there."""
     for entry in facts.experiments("shadow"):
         where = outside or str(entry.get("recipe")).removeprefix("conversions at ")
-        if (entry.get("vanished") or 0.0) > _VANISHED and (outside or where != entry.get("recipe")):
+        if (entry.get("vanished") or 0.0) > VANISHED and (outside or where != entry.get("recipe")):
             said = (
                 f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
             )
