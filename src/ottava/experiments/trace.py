@@ -154,6 +154,8 @@ class Trace(Below):
         self, func: Any, name: str, args: Any, kwargs: Any, frame: FrameType
     ) -> Callable[[Any], None] | None:
         """Notes what a call gets; returns what notes its result, None if the call is ours."""
+        if self.full:  # of thousands of calls more, to ask each for its place takes long
+            return None if name in _FACTS else lambda result: self._converted(name, result, args, frame)
         found = self._where(frame)
         if found is None:
             return None
@@ -161,11 +163,11 @@ class Trace(Below):
         given = [*_tensors((args, kwargs.values()))]
         # what a call writes to may be memory without values; its result says what it wrote
         writes = name == "__setitem__" or (name[-1] == "_" != name[-2:-1])
-        if not self.full and not collective and name not in _FACTS and "out" not in kwargs:
+        if not collective and name not in _FACTS and "out" not in kwargs:
             self._note_given(given[1:] if writes else given, place, module, frame)
         # before the call: it may write to them
         sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
-        arguments = [] if self.full else [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
+        arguments = [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
 
         def end_call(result: Any) -> None:
             if collective:
@@ -256,6 +258,13 @@ class Trace(Below):
             base = x._base if x._is_view() else None
             old = None if base is None else self._known.get(id(base))
             return old is not None and old[1] == _version(x) and self._calls[old[2]].name in _EMPTY
+
+    def _converted(self, name: str, result: Any, args: Any, frame: FrameType) -> None:
+        made = [*_tensors(result)]
+        with torch._C.DisableTorchFunction():
+            narrow = any(x.dtype in NARROW for x in made)
+        if narrow and (found := self._where(frame)) is not None:
+            self._note_conversion(name, made, args, *found[:2])
 
     def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
         if self.model is not None and self.outside is not None:
