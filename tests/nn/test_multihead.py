@@ -11,8 +11,8 @@ from attention_samples import formula, seen, within
 from torch import Tensor
 
 from ottava.nn.attention import DotProductAttention
-from ottava.nn.multihead import KVCache, MultiheadAttention
 from ottava.nn.rope import RotaryEmbedding, packed_positions
+from ottava.nn.transformer import KVCache, MultiheadAttention
 from ottava.recipe import RECIPES
 
 

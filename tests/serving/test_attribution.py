@@ -22,9 +22,8 @@ from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 from ottava.serving.attribution import CAUSES, _kl, _Lab, _left, _real, attribute, kl_of
 from ottava.serving.rollout import Rollout, Sampler
-from ottava.serving.search import Guess, misread, nats
 from ottava.serving.sides import Model, Side, trained, under
-from ottava.serving.suspects import hypotheses, in_part
+from ottava.serving.suspects import Guess, hypotheses, in_part, misread, nats
 from ottava.serving.twin import ModelState, Twin
 
 pytest.importorskip("transformers")

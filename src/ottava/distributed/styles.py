@@ -29,7 +29,6 @@ from ottava.nn.cross_entropy import LinearCrossEntropy
 from ottava.nn.layer import Layer, Projection
 from ottava.nn.mlp import NormMLP
 from ottava.nn.moe import MoE
-from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.sharding import (
     ExpertRanks,
@@ -38,7 +37,7 @@ from ottava.nn.sharding import (
     TokenSharding,
     VocabularySharding,
 )
-from ottava.nn.transformer import TransformerLayer
+from ottava.nn.transformer import MultiheadAttention, TransformerLayer
 from ottava.ops.agreed import AgreedCast
 
 

@@ -30,8 +30,6 @@ from ottava.nn.mlp import smooth_swiglu as smooth_swiglu
 from ottava.nn.moe import MoE as MoE
 from ottava.nn.moe import Router as Router
 from ottava.nn.moe import Routing as Routing
-from ottava.nn.multihead import KVCache as KVCache
-from ottava.nn.multihead import MultiheadAttention as MultiheadAttention
 from ottava.nn.norms import LayerNorm as LayerNorm
 from ottava.nn.norms import NormLinear as NormLinear
 from ottava.nn.norms import RMSNorm as RMSNorm
@@ -42,6 +40,8 @@ from ottava.nn.receipt import receipt as receipt
 from ottava.nn.rope import RotaryEmbedding as RotaryEmbedding
 from ottava.nn.rope import RotaryScaling as RotaryScaling
 from ottava.nn.rope import packed_positions as packed_positions
+from ottava.nn.transformer import KVCache as KVCache
+from ottava.nn.transformer import MultiheadAttention as MultiheadAttention
 from ottava.nn.transformer import TransformerLayer as TransformerLayer
 from ottava.recipe import default_filter as default_filter
 from ottava.weights.checkpoint import dequantize_state_dict as dequantize_state_dict

@@ -20,9 +20,8 @@ from torch import Tensor
 from ottava.base.text import columns, grouped
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
-from ottava.serving.search import Guess, Hypothesis, groups, nats
 from ottava.serving.sides import Model, Side
-from ottava.serving.suspects import hypotheses, in_part, temperature
+from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, nats, temperature
 from ottava.serving.twin import ModelState, Twin
 
 SCHEMA_VERSION = 1

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import need_known, unknown_name
-from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
+from ottava.compat.transformer_engine.pytorch.megatron import Sharded, Shards, extras_of, shards_for
 from ottava.compat.transformer_engine.pytorch.module import device_for, norm_heads, with_norm
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
 from ottava.compat.transformer_engine.pytorch.state import Advising, Init, Parts
-from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
 from ottava.nn.layer import autocast_input

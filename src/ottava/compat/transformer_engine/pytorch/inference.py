@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.pytorch.module import device_for
-from ottava.nn.multihead import Cached, KVCache, LayerCache
+from ottava.nn.transformer import Cached, KVCache, LayerCache
 
 
 class InferenceParams:

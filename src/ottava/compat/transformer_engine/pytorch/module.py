@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ottava import nn as ours
 from ottava.base.errors import need_known
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
-from ottava.compat.transformer_engine.pytorch.gradients import extras_of
+from ottava.compat.transformer_engine.pytorch.megatron import Sharded, Shards, extras_of, mark, one_of_modes, shards_for
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import STD, Init
-from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, mark, one_of_modes, shards_for
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype, autocast_input  # the latter as `set_activation_dtype` does
 from ottava.nn.norms import NormName

@@ -19,10 +19,9 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     mask_for,
     with_heads,
 )
-from ottava.compat.transformer_engine.pytorch.gradients import extras_of
+from ottava.compat.transformer_engine.pytorch.megatron import Sharded, extras_of, shards_for
 from ottava.compat.transformer_engine.pytorch.module import activation_for, mlp_keys, norm_heads
 from ottava.compat.transformer_engine.pytorch.state import Init, Parts
-from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.layer import autocast_input
 from ottava.nn.transformer import Arrangement
 
