@@ -17,7 +17,7 @@ from ottava.base.untrusted import UntrustedError
 from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.export import export
-from ottava.serving.source import Unread, of_folder, rows_of_cast
+from ottava.serving.source import Unread, of_folder
 from ottava.serving.trained import cast_of, input_scale_of, of_model
 
 
@@ -53,7 +53,7 @@ def test_rows_of_a_cast_are_the_cast_of_the_rows() -> None:
         (BLOCK_128X128, slice(0, 64), False),
     ):
         whole = ottava.quantize(x, ottava.QuantizationSpec(E4M3, size))
-        part = rows_of_cast(whole, rows)
+        part = whole.part(0, rows.start, rows.stop)
         assert (part is not None) == there
         if part is not None:
             assert torch.equal(part.dequantize(), whole.dequantize()[rows])

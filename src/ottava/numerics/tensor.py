@@ -402,6 +402,24 @@ class QuantizedTensor:
         kept = (1 << (self.spec.format.bits - 1)) - 1
         return replace(self, data=self.data.view(torch.uint8).bitwise_and(kept).view(self.data.dtype))
 
+    def part(self, dim: int, start: int, stop: int) -> QuantizedTensor | None:
+        """The cast of some rows (dim 0) or columns (1); None if a block reaches beyond them.
+
+        Example:
+            >>> import ottava
+            >>> whole = ottava.quantize(torch.randn(6, 8), ottava.QuantizationSpec(ottava.E4M3))
+            >>> torch.equal(whole.part(0, 2, 4).dequantize(), whole.dequantize()[2:4])
+            True
+        """
+        block, blocks = (self.spec.granularity.rows, self.spec.granularity.cols)[dim], slice(None)
+        if block is not None:
+            if start % block or (stop % block and stop != self.shape[dim]):
+                return None
+            blocks = slice(start // block, -(-stop // block))
+        before = (slice(None),) * dim
+        data, scale_inv = self.data[(*before, slice(start, stop))], self.scale_inv[(*before, blocks)]
+        return replace(self, data=data.contiguous(), scale_inv=scale_inv.contiguous())
+
     def t(self) -> QuantizedTensor:
         """The transpose, sharing memory.
 

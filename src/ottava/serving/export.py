@@ -27,7 +27,7 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.serving.engines import ENGINES, sharing
-from ottava.serving.source import Source, Weight, of_folder, rows_of_cast, same_numbers
+from ottava.serving.source import Source, Weight, of_folder, same_numbers
 from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
@@ -400,7 +400,7 @@ def _casts(group: Sequence[Weight], own: Sequence[QuantizedTensor | None], form:
     alike = specs.pop() if len(fitting) == len(group) and len(specs) == 1 else form.spec
     for spec in (replace(alike, scaling="current"), form.spec):
         whole, starts = quantize(torch.cat(values), spec), accumulate((len(x) for x in values), initial=0)
-        parts = [rows_of_cast(whole, slice(start, start + len(x))) for x, start in zip(values, starts, strict=False)]
+        parts = [whole.part(0, start, start + len(x)) for x, start in zip(values, starts, strict=False)]
         cut = [part for part in parts if part is not None]
         if len(cut) == len(group):
             break

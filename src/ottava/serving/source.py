@@ -95,28 +95,6 @@ class Source:
     """Other files to copy: tokenizer, generation settings, templates."""
 
 
-def rows_of_cast(cast: QuantizedTensor, rows: slice) -> QuantizedTensor | None:
-    """The cast of some rows of a matrix; None if a block reaches beyond them.
-
-    Example:
-        >>> from ottava.ops.quantize import quantize
-        >>> from ottava.numerics.formats import E4M3
-        >>> from ottava.numerics.tensor import QuantizationSpec
-        >>> from ottava.numerics.scaling import PER_ROW
-        >>> whole = quantize(torch.randn(6, 8), QuantizationSpec(E4M3, PER_ROW))
-        >>> part = rows_of_cast(whole, slice(2, 4))
-        >>> torch.equal(part.dequantize(), whole.dequantize()[2:4])
-        True
-    """
-    block = cast.spec.granularity.rows
-    scale_inv = cast.scale_inv
-    if block is not None:
-        if rows.start % block or (rows.stop % block and rows.stop != cast.shape[0]):
-            return None
-        scale_inv = scale_inv[rows.start // block : -(-rows.stop // block)]
-    return QuantizedTensor(cast.data[rows], scale_inv, cast.spec, cast.dtype)
-
-
 def same_numbers(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether two casts stand for the same numbers, bit for bit; codes and scales may differ.
 

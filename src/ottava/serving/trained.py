@@ -19,7 +19,7 @@ from ottava.engine.functional import QuantizedLayer
 from ottava.nn.foreign import TurnedLinear, parts_of
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import default_filter
-from ottava.serving.source import TURNED, Source, Weight, of_file, rows_of_cast
+from ottava.serving.source import TURNED, Source, Weight, of_file
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
@@ -103,7 +103,7 @@ def _of_stack(name: str, tensor: Tensor, parts: Mapping[int, list[QuantizedLayer
         rows = _rows_of(tensor, numbers(part.weight))
         if rows is not None and (cast := cast_of(part)) is not None:
             own = input_scale_of(part), part.resolved.fprop.lhs, part.name
-            return Weight(name, tensor, True, "", rows_of_cast(cast, rows), *own)
+            return Weight(name, tensor, True, "", cast.part(0, rows.start, rows.stop), *own)
     return Weight(name, tensor, True, "it was not converted" if converted else "")
 
 

@@ -32,7 +32,7 @@ from ottava.serving.answers import (
     named,
     of_hugging_face,
 )
-from ottava.serving.source import Source, Weight, of_folder, rows_of_cast
+from ottava.serving.source import Source, Weight, of_folder
 from ottava.serving.trained import cast_of, input_scale_of, numbers
 from ottava.train.checkpoint import (
     Checkpoint,
@@ -151,9 +151,8 @@ def _pieces(layer: nn.Module, whole: Tensor, sizes: Mapping[str, int], *, casts:
     stays = "" if cast is not None or not casts else "its recipe does not cast it"
     weights, start = [], 0
     for name, size in sizes.items():
-        rows = slice(start, start + size)
-        piece = None if cast is None else rows_of_cast(cast, rows)
-        weights.append(Weight(f"{name}.weight", whole[rows], True, stays, piece, *facts))
+        piece = None if cast is None else cast.part(0, start, start + size)
+        weights.append(Weight(f"{name}.weight", whole[start : start + size], True, stays, piece, *facts))
         start += size
     return weights
 

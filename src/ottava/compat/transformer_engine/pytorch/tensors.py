@@ -386,17 +386,10 @@ def _part(x: QuantizedTensor, dim: int, first: int, last: int) -> QuantizedTenso
     return None if lost or x.dim() != 2 else x._like(shape, *halves)
 
 
-def _cut(codes: Any, axis: int, first: int, last: int) -> Any:
-    place = (slice(first, last),) if axis == 0 else (slice(None), slice(first, last))
-    if not isinstance(codes, Codes):
-        return None if codes is None else codes[place]
-    size, blocks = (codes.spec.granularity.rows, codes.spec.granularity.cols)[axis], slice(None)
-    if size is not None:
-        if first % size or (last % size and last != codes.shape[axis]):
-            return None
-        blocks = slice(first // size, -(-last // size))
-    scales = codes.scale_inv[(*place[:-1], blocks)]
-    return replace(codes, data=codes.data[place].contiguous(), scale_inv=scales.contiguous())
+def _cut(half: Codes | Tensor | None, axis: int, first: int, last: int) -> Codes | Tensor | None:
+    if isinstance(half, Codes):
+        return half.part(axis, first, last)
+    return None if half is None else half.narrow(axis, first, last - first)
 
 
 def _pieces(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor] | None:
