@@ -16,7 +16,7 @@ from scaling_samples import differences, network
 
 SCENARIOS = scenarios_of(
     *("state_scenarios", "state_scenarios_join"),
-    *("state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"),
+    *("state_scenarios_sharded", "state_scenarios_modules"),
     "ddp_scenarios",
 )
 LONG = {"compiled", "compiled_models", "modules_under_ddp_and_fsdp2"}
