@@ -31,8 +31,8 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (88_650, 48_000),
-        "files": (293, 200),
+        "Python lines in src": (88_580, 48_000),
+        "files": (290, 200),
         "modules in the root": (3, 6),
         "longest import chain": (27, 22),
         "modules behind import ottava.train.config": (21, 20),
@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "modules behind ottava export": (40, 60),
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
-        "test lines": (77_250, 46_000),
+        "test lines": (77_235, 46_000),
         "benchmark lines": (4_870, 4_000),
     }
 )

@@ -145,7 +145,7 @@ class Nudge:
         return moved
 
 
-def limits(moved: list[Distance], unit_of_both: float, *, factor: float = FACTOR) -> Distance:
+def limits(moved: list[Distance], unit_of_both: float) -> Distance:
     """The farthest that a right program may be.
 
     Args:
@@ -154,5 +154,5 @@ def limits(moved: list[Distance], unit_of_both: float, *, factor: float = FACTOR
     """
     floor = _FLOOR + unit_of_both
     return Distance(
-        *(factor * max((m[i] for m in moved), default=0.0) + floor * (1 if i == 0 else 8) for i in range(4))
+        *(FACTOR * max((m[i] for m in moved), default=0.0) + floor * (1 if i == 0 else 8) for i in range(4))
     )
