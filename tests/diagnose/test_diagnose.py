@@ -700,6 +700,24 @@ def test_a_conversion_that_nobody_tried_is_not_cleared(tmp_path: Path) -> None:
     assert diagnose(record(tmp_path / "none", casts=True, experiments=lines[:2])).fp8 == "innocent"
 
 
+def test_a_state_in_fp8_that_takes_its_changes_not_along_is_guilty(tmp_path: Path) -> None:
+    for name, shares, part in (
+        ("lost", (0.01, 0.15, 0.9), "guilty"),
+        ("taken", (1.0, 0.99, 0.01), "innocent"),  # a moment that has come to rest
+        ("once", (0.0,), "innocent"),
+    ):
+        kept = tuple({"step": 2 + i, "kind": "stored", "sites": {"ema.py:9": x}} for i, x in enumerate(shares))
+        answer = diagnose(record(tmp_path / name, casts=True, experiments=(shadow(5, 0.01), *kept)))
+        assert answer.fp8 == part, answer.sentence
+        if part == "guilty":
+            assert answer.findings[0].title == "FP8 casts hurt the updates: the cast at ema.py:9"
+            assert (
+                "In 2 of 3 trials what the cast at ema.py:9 keeps from step to step takes at most 15 %"
+                in answer.sentence
+            )
+            assert answer.findings[0].remedies[0]["name"] == "stored"
+
+
 def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:
     """Ranks that part from the look at step 8 on, casts that hurt from step 30 on; scales that settle, or do not."""
     late = tuple(shadow(step, error) for step, error in ((2, 0.04), (7, 0.04), (30, 0.6), (33, 0.6), (36, 0.6)))

@@ -114,6 +114,35 @@ def test_our_own_casts_are_no_conversions_of_the_script() -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def test_a_state_in_codes_is_held_against_the_change_that_it_should_take_along() -> None:
+    """An average moves by 3 % of the way to its weights; a copy of a master, made anew, keeps nothing."""
+    torch.manual_seed(0)
+    weight, noise = torch.randn(32, 32), torch.rand(32, 32)
+
+    def to_codes(x: Tensor, spread: float = 0.0) -> Tensor:
+        return (8 * x + spread * (noise - 0.5)).to(torch.float8_e4m3fn)
+
+    def told(kind: str) -> dict[str, float]:
+        with torch.no_grad():
+            codes = to_codes(weight)
+            held, master = codes.float() / 8, weight.clone()
+            trace = Trace().enter()
+            if kind == "average":
+                to_codes(codes.float() / 8 * 0.97 + 0.03 * (weight + 0.2))
+            elif kind == "leaps":
+                to_codes(codes.float() / 8 * 0.2 + 0.8 * weight.flip(0))
+            elif kind == "master":
+                held.copy_(to_codes(held).float())
+                held.copy_(master.add_(1e-3))
+                to_codes(held)
+            trace.close()
+        return {place.partition(":")[0]: share for place, share in trace.kept().items()}
+
+    assert told("average")["test_handmade.py"] < 0.3
+    assert told("leaps")["test_handmade.py"] > 0.9
+    assert told("master") == {}
+
+
 def test_numbers_go_along_with_codes() -> None:
     """Viewed as bytes, copied, joined, written into, saved for a backward: what comes back is what was cast."""
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(4)) * 100

@@ -404,7 +404,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
         late = late or not (shown or (law.exact and law.id != "O7"))
     if how.grave and law.id in _ALWAYS:
         severity = "critical"
-    elif late or (not how.grave and (happened is None or law.id in _MEANT)):
+    elif late or (not how.grave and (happened is None or not happened.lasts or law.id in _MEANT)):
         severity = "note"
     else:
         severity = "critical" if happened is not None and happened.stays is not None else "warning"
@@ -462,8 +462,9 @@ def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) ->
         return None  # what an experiment could not decide, a statistic does not
     proof = Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step)
     cause = f"{hurt.sentence} Nothing was tried, so this is no proof."
+    severity = "warning" if happened is not None and happened.lasts else "note"  # some recipes clip on purpose
     return Finding(
-        "CAST", f"A cast is damaged: {symbol(hurt.tensor)} of {hurt.layer}", "suspect", "warning", cause,
+        "CAST", f"A cast is damaged: {symbol(hurt.tensor)} of {hurt.layer}", "suspect", severity, cause,
         layers=[hurt.layer], tensors=[hurt.tensor], steps=[] if hurt.step is None else [hurt.step], evidence=[proof],
         remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=CONFIDENCE.get("suspect"),
     )  # fmt: skip
@@ -490,7 +491,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
     sites = [str(p["site"]) for p in trial.place if p.get("site")]
-    other = {"ranks": "wire", "outside": "outside", "site": "site", "function": "derivative"}
+    other = {"stored": "stored", "ranks": "wire", "outside": "outside", "site": "site", "function": "derivative"}
     kinds = next(([kind] for word, kind in other.items() if any(p.get(word) for p in trial.place)), kinds)
     values["site"] = ", ".join(map(spoken, sites or [str(p["outside"]) for p in trial.place if p.get("outside")]))
     trials: dict[str, dict[str, Any]] = {

@@ -37,7 +37,7 @@ class Broken:
     """Parameters or layers."""
     numbers: dict[str, Any] = field(default_factory=dict)
     grave: bool = True
-    """False: it may be meant, so it is a note unless something happened to the loss."""
+    """False: it may be meant, so it is a note unless something happened to the loss that lasts."""
     shown: bool = False
     """An experiment at the event shows that this made it."""
     title: str = ""
@@ -249,8 +249,10 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     tried = [{str(n) for n in e["silent"]} for e in facts.experiments("shadow") if "silent" in e]
     muted = {str(n) for e in facts.experiments("shadow") for n in e.get("muted") or () if e.get("mode") == "real"}
     dead = [n for n in dead if n not in muted]  # casts do it
-    lost = [n for n in dead if tried and not any(n in silent for silent in tried)]
-    dead = lost or [n for n in dead if all(n in silent for silent in tried)]
+    # an experiment may know a model by a part of it: its names lack what the part is called
+    silent = [{n for n in dead if any(f".{n}".endswith(f".{s}") for s in names)} for names in tried]
+    lost = [n for n in dead if tried and not any(n in one for one in silent)]
+    dead = lost or [n for n in dead if all(n in one for one in silent)]
     if not dead:
         return None
     share = sum(map(facts.size, dead)) / max(sum(map(facts.size, names)), 1)

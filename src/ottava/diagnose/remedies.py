@@ -77,6 +77,7 @@ _ADVICE = MappingProxyType(
         "renew": "Make the FP8 copy again after each step of the optimizer.",
         "site": "Give ${site} a scale of its present amax, or a narrower block, or leave it out.",
         "outside": "Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks.",
+        "stored": "Keep what ${site} stores in 16 or 32 bits, too, or round it at random.",
         "wire": "Give all ranks one scale before their codes are added (${site}), or send 16 bits.",
         "derivative": "Mend the backward, or the forward: look at transposes, reshapes and scales of both, and try "
         "them without casts.",

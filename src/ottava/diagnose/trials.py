@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ottava.base.text import grouped
 from ottava.diagnose.calls import overflowed, reads_codes
 from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts
@@ -49,6 +50,7 @@ the errors of many steps."""
 _GONE = 0.05  # of the elements of a gradient; 49 healthy runs of five blind sets have at most 0.5 %
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
+_CARRIED = 0.3  # of a change; random rounding takes all of it along, in the mean
 _LEFT, _USELESS = 0.1, 0.85  # of the first loss; of a gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 
@@ -89,7 +91,8 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     Example: see `diagnose`.
     """
     outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
-    if (shown := _arrived(facts, outside) or _changed(facts, outside, event) or _spoils(facts, event)) is not None:
+    shown = _arrived(facts, outside) or _changed(facts, outside, event) or _stored(facts) or _spoils(facts, event)
+    if shown is not None:
         return shown
     if facts.casts is False:
         return _uncast(facts, outside)
@@ -286,6 +289,20 @@ def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
             said = f"At step {entry['step']} the gradient at the optimizer differs by {100 * error:.3g} % from that "
             said += f"of the backward, and the script converts to FP8 outside the model: {outside}."
             return Trial("guilty", (said,), entry["step"], error, place=place)
+    return None
+
+
+def _stored(facts: Facts) -> Trial | None:
+    """What the script keeps in FP8 from step to step, and does not take its changes along."""
+    found = grouped((str(site), (e["step"], x)) for e in facts.experiments("stored") for site, x in e["sites"].items())
+    for site, shares in found.items():
+        lost = [(step, share) for step, share in shares if share < _CARRIED]
+        if len(lost) > 1 and 2 * len(lost) > len(shares):
+            most = 100 * max(0.0, *(share for _, share in lost))
+            said = f"In {len(lost)} of {len(shares)} trials what {spoken(site)} keeps from step to step takes at most "
+            said += f"{most:.2g} % of its change along: a change below half a step of the format is rounded away."
+            place = ({"site": site, "stored": "all"},)
+            return Trial("guilty", (said,), lost[0][0], place=place, hurts="updates", sound=True)
     return None
 
 

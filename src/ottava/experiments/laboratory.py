@@ -431,6 +431,8 @@ class Laboratory:
                 self._convert(trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
+            if stored := trace.safely(trace.kept):
+                self._write(self._step, "stored", sites=stored)
             if trace.failed:
                 self._refuse("trace", trace.failed)
             self._traced = trace

@@ -41,6 +41,7 @@ _DEPTH = 96  # frames
 _LINES = 3  # of a script, under which a library calls
 _GRADIENTS = 48  # parameters
 _SHOWN = 24  # numbers of a row
+_KEPT = 64  # conversions
 _WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
 """Functions of a watch through which a call of the user's goes."""
 _FACTS = frozenset(
@@ -116,6 +117,11 @@ class Trace(Below):
         self._known: dict[int, tuple[weakref.ref[Tensor] | None, int, int, int]] = {}
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
         self._before = {} if before is None else before._known
+        self._of_codes: dict[int, Tensor] = {}
+        """Entry -> a sample of the FP8 codes that it was made from."""
+        self._before_codes = {} if before is None else before._of_codes
+        self._kept: list[tuple[str, Tensor, Tensor, Tensor]] = []
+        """Place of a conversion, samples of the codes that its numbers came from, of these numbers and of its codes."""
         self._room = MOST
 
     def more(self) -> None:
@@ -167,6 +173,8 @@ class Trace(Below):
             self._note_given(given[1:] if writes else given, place, module, frame)
         # before the call: it may write to them
         sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
+        read = given[int(name == "copy_") : 8]  # a copy leaves nothing of what was there
+        codes = next((codes for x in read if (codes := self._codes_of(x)) is not None), None)
         arguments = [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
 
         def end_call(result: Any) -> None:
@@ -182,7 +190,7 @@ class Trace(Below):
                 said = f"set {set_of}".strip() if name == "__set__" else name
                 made = given[:1] if name == "__setitem__" else made
                 if given or made:
-                    self._add(said, place, module, arguments, made or ([result] if number else ()), sources)
+                    self._add(said, place, module, arguments, made or ([result] if number else ()), sources, codes)
 
         return end_call
 
@@ -223,7 +231,8 @@ class Trace(Below):
             if known is None or not _is(known[0], x) or known[1] != _version(x):
                 old = self._before.get(id(x))
                 origin = [] if old is None or not _is(old[0], x) else [f"entry {old[3]} of the step before"]
-                self._add("given", place, module, [str(number + 1), *origin], (x, *_argument(x, frame)))
+                about = [str(number + 1), *origin]
+                self._add("given", place, module, about, (x, *_argument(x, frame)), codes=self._codes_of(x))
 
     def _add(
         self,
@@ -233,6 +242,7 @@ class Trace(Below):
         arguments: list[str],
         made: Sequence[Any],
         sources: Sequence[int] = (),
+        codes: Tensor | None = None,
     ) -> None:
         if len(self._calls) >= self._room:
             self.full = True
@@ -247,8 +257,19 @@ class Trace(Below):
                 self._known[id(x)] = kept, _version(x), now, first
         with torch._C.DisableTorchFunction():
             kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
+            made_codes = next((x for x in made if isinstance(x, Tensor) and x.dtype in NARROW and x.numel()), None)
+            codes = codes if made_codes is None else _sample(made_codes)
+            if codes is not None:
+                self._of_codes[len(self._calls)] = codes
         kind += torch._C._current_graph_task_id() != -1
         self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
+
+    def _codes_of(self, x: Tensor) -> Tensor | None:
+        """A sample of the FP8 codes that x was made from, in this step or in the one before."""
+        for known, of_codes in ((self._known, self._of_codes), (self._before, self._before_codes)):
+            if (one := known.get(id(x))) is not None:
+                return of_codes.get(one[2]) if _is(one[0], x) and one[1] == _version(x) else None
+        return None
 
     def _blank(self, name: str, x: Any) -> bool:
         """Whether x is memory without values, or a view of such that nobody has written to since."""
@@ -267,13 +288,11 @@ class Trace(Below):
             self._note_conversion(name, made, args, *found[:2])
 
     def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
-        if self.model is not None and self.outside is not None:
-            return
         with torch._C.DisableTorchFunction():
-            narrow = any(x.dtype in NARROW for x in made)
+            codes = next((x for x in made if x.dtype in NARROW), None)
             # in a copy the codes are what is written to
             source = next((x for x in args[int(name == "copy_") :] if isinstance(x, Tensor)), None)
-            if not narrow or source is None or source.dtype in NARROW:
+            if codes is None or source is None or source.dtype in NARROW:
                 return
         where = f"{Path(place[0].co_filename).name}:{place[1]}"
         if module is not None or self._inside() or torch._C._current_graph_task_id() != -1:
@@ -281,6 +300,27 @@ class Trace(Below):
                 self.model = self.model or where
         else:
             self.outside = self.outside or where
+            if (old := self._codes_of(source)) is not None and len(self._kept) < _KEPT:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    self._kept.append((where, old, _sample(source), _sample(codes)))
+
+    def kept(self) -> dict[str, float]:
+        """Of what the script keeps in FP8 from step to step, as weights without masters, averages or moments: place of
+        the conversion -> the share of its changes that the new codes take along.
+
+        A change below half a step of the format is rounded away. Numbers and codes are compared as they meet the
+        format, so no scale has a part in it.
+        """
+        sums: dict[str, list[float]] = {}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for where, *samples in self._kept:
+                old, now, new = (x.cpu().float().double().flatten() for x in samples)
+                if old.shape == now.shape == new.shape:
+                    change, sides = now - old, sums.setdefault(where, [0.0, 0.0])
+                    sides[0] += float(change @ (new - old))
+                    sides[1] += float(change @ change)
+        known = {where: pair for where, pair in sums.items() if pair[1] > 0 and math.isfinite(sum(pair))}
+        return {where: float(f"{carried / change:.3g}") for where, (carried, change) in known.items()}
 
     # --- where ----------------------------------------------------------------------------------------------------
 
