@@ -132,7 +132,7 @@ def load_rows(
     else:
         y = _activated(x, MAKE)
         if FLAG:
-            up = tl.load(where + cols.to(tl.int64) * stride_c, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(where + tl.cast(cols, tl.int64) * stride_c, mask=mask, other=0.0).to(tl.float32)
             y = y.to(dtype).to(tl.float32) * up
     y = y.to(dtype).to(tl.float32)
     # an autocast casts the result again; two roundings are not one
@@ -214,7 +214,7 @@ def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE
         for start in range(0, cols, TC):
             c = start + tl.arange(0, TC)
             total += tl.load(x_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
-        mean = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))
+        mean = tl.math.div_rn(tl.sum(total, axis=0), tl.cast(cols, tl.float32))
         tl.store(statistics_ptr + row, mean)
     total = tl.zeros((TC,), tl.float32)
     for start in range(0, cols, TC):
@@ -222,7 +222,7 @@ def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE
         # about the mean, in a second pass: a difference of two large sums would cancel
         d = tl.where(c < cols, tl.load(x_ptr + c, mask=c < cols, other=0.0).to(tl.float32) - mean, 0.0)
         total += d * d
-    variance = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))
+    variance = tl.math.div_rn(tl.sum(total, axis=0), tl.cast(cols, tl.float32))
     tl.store(statistics_ptr + rows + row, tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps)))
 
 
@@ -247,10 +247,10 @@ def norm_kernel(
     inside = c < cols
     x = tl.load(x_ptr + row.to(tl.int64) * stride_r + c, mask=inside, other=0.0).to(tl.float32)
     if MAKE == "layernorm":
-        mean = tl.math.div_rn(tl.sum(x, axis=0), cols.to(tl.float32))
+        mean = tl.math.div_rn(tl.sum(x, axis=0), tl.cast(cols, tl.float32))
         tl.store(statistics_ptr + row, mean)
         x = tl.where(inside, x - mean, 0.0)  # outside, the 0 that was loaded became -mean
-    variance = tl.math.div_rn(tl.sum(x * x, axis=0), cols.to(tl.float32))
+    variance = tl.math.div_rn(tl.sum(x * x, axis=0), tl.cast(cols, tl.float32))
     rstd = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(statistics_ptr + rows + row, rstd)
     y = x * rstd
@@ -284,7 +284,7 @@ def norm_gradient_kernel(
     """
     c = tl.arange(0, TC)
     inside = c < cols
-    size = cols.to(tl.float32)
+    size = tl.cast(cols, tl.float32)
     # sums of a program's own rows: no atomics, so the bits do not depend on which program ends first
     d_gamma, d_beta = tl.zeros((TC,), tl.float32), tl.zeros((TC,), tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
