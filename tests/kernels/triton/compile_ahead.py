@@ -33,7 +33,7 @@ except ImportError as error:
 
 from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch
-from ottava.kernels.triton.rows import norm_launch
+from ottava.kernels.triton.rows import STATISTICS, TILE, norm_launch
 from ottava.kernels.triton.step import adamw_launch, roll_launch
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2
 from ottava.numerics.tensor import QuantizationSpec
@@ -119,12 +119,10 @@ def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     )
     guess |= {**back, "MAKE": "gelu_tanh", "FLAG": False}
     found["dgelu, predicted"] = (device_code.predicted_kernel, guess)
-    tile = {"TR": 64, "TC": 128, "num_warps": 8}
-    found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **tile, "beta_ptr": None})
-    gate = {"MAKE": "silu", **tile, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
+    found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **TILE, "beta_ptr": None})
+    gate = {"MAKE": "silu", **TILE, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
     found["dswiglu pair"] = (rows_device_code.gate_gradient_kernel, gate)
-    statistics = {"MAKE": "layernorm", "TC": 1024, "num_warps": 4}
-    found["row statistics"] = (rows_device_code.row_statistics_kernel, statistics)
+    found["row statistics"] = (rows_device_code.row_statistics_kernel, {"MAKE": "layernorm", **STATISTICS})
     whole = {**norm_launch("rmsnorm", 4096), "CENTERED": False, "gamma_ptr": "*bf16", "beta_ptr": None}
     found["rmsnorm alone"] = (rows_device_code.norm_kernel, whole)
     back = {**whole, "dy_ptr": "*bf16", "dx_ptr": "*bf16", "d_gamma_ptr": "*fp32", "d_beta_ptr": None}

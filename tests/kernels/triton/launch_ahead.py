@@ -5,8 +5,10 @@ A fake driver (benchmarks/host_cost.py; its folder is on PYTHONPATH) notes what 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -17,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.kernels.triton import rows as triton_rows
 from ottava.kernels.triton import step as triton_step
 from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.optim import AdamW
 from ottava.recipe import RECIPES
 
+warnings.simplefilter("error", UserWarning)  # Triton 3.9 has one for a launch that does not say what it fuses
 fake = install()
 own: list[str] = []
 run = JITFunction.run
@@ -80,6 +84,13 @@ triton_quantize.quantize_both(rows, RECIPES["tensorwise"].fprop.lhs, None)
 Launch.__call__ = call
 odd = [(launch, (tuple(map(off, tensors)), *rest)) for launch, (tensors, *rest) in seen]
 kept = [compare(launch, *given) for launch, given in (*seen, *odd)]
+triton_rows.filling = lambda _: 3
+one = torch.ones(3, 1).bfloat16()
+for name in ("rmsnorm", "layernorm"):  # a size of 1 is a constant of the kernel, which the interpreter has as a tensor
+    triton_rows.make_rows(triton_rows.normed(name, one, one.dtype, one[0], None, eps=1e-5, zero_centered=False))
+    _, statistics = triton_rows.norm(name, one, one[0], None, eps=1e-5, zero_centered=False)
+    triton_rows.norm_gradient(name, one, one, statistics, one[0], beta=False, zero_centered=False)
+triton_rows.make_rows(UnmadeRows("silu", torch.ones(3, 2), torch.float32, gated=True))
 
 launch, (tensors, extra) = seen[0]
 assert compare(launch, tensors, extra)
@@ -95,6 +106,12 @@ def takes_own_way() -> bool:
 
 launch((tensors[0].half(), *tensors[1:]), extra)  # another dtype, which is kept, too
 assert not takes_own_way()
+unloaded: list[object] = []
+fake.utils.unload_module = unloaded.append
+launch.kernel.device_caches.clear()
+gc.collect()
+assert not unloaded  # Triton 3.9 unloads the function of a kernel that nobody holds
+assert not takes_own_way()
 fake.device = 3  # another current device
 assert takes_own_way()
 fake.device = -1
@@ -109,6 +126,11 @@ triton.knobs.runtime.launch_enter_hook.add(hook)
 assert takes_own_way()
 triton.knobs.runtime.launch_enter_hook.remove(hook)
 assert not takes_own_way()
+runtime, chain = triton.knobs.runtime, triton.knobs.runtime.launch_enter_hook
+for listens in (False, True):  # what a tool puts in the place of the chain: nothing, or one function
+    runtime.launch_enter_hook = hook if listens else None
+    assert takes_own_way() == listens
+runtime.launch_enter_hook = chain
 other = Launch(launch.kernel, launch.programs, launch.fixed, launch.floats, launch.constants)
 other(tensors, extra, tuple(2 * x for x in launch.floats))
 assert compare(launch, tensors, extra, tuple(2 * x for x in launch.floats))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ottava.kernels import gemm_choice
 from ottava.kernels.gate import aligned, launched
-from ottava.kernels.triton.quantize import has_triton
+from ottava.kernels.triton.quantize import FUSED, has_triton
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
@@ -215,6 +215,7 @@ def gemm_launch(
             "GROUP": _GROUP,
             "num_warps": config.warps,
             "num_stages": config.stages,
+            **FUSED,
         }
     )
 

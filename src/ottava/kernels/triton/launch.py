@@ -72,14 +72,16 @@ class Launch:
         if self._kept and {*map(type, given)} <= _PLAIN:  # the memory of a subclass may mean something else
             pointers = [*map(address, given)]
             key = (*map(_dtype, given), *map(_device, given), *map(_past, pointers))
-            kept = self._kept.get(key, (None,) * 9)
-            device, current, stream, runtime, run, function, metadata, values, places = kept
+            kept = self._kept.get(key, (None,) * 10)
+            device, current, stream, runtime, run, function, metadata, values, places, _ = kept
             if (
                 device is not None
                 and min(pointers) > LOWEST  # a tensor without memory has an address near 0
                 and current() == device  # a compiled function belongs to the context of one device
                 and True not in map(_negated, given)  # a lazy minus is not in the memory
-                and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)  # no profiler listens
+                # no profiler listens: a chain holds its listeners, and in its place may stand None or one function
+                and not getattr(entry := runtime.launch_enter_hook, "calls", entry)
+                and not getattr(leave := runtime.launch_exit_hook, "calls", leave)
             ):
                 values = [*values]
                 values[: len(tensors)] = pointers[: len(tensors)]
@@ -119,4 +121,5 @@ class Launch:
         key = (*map(_dtype, given), *map(_device, given), *map(_past, map(address, given)))
         ask = driver.get_current_device, driver.get_current_stream, runtime
         does = compiled.run, compiled.function, compiled.packed_metadata
-        self._kept[key] = (_device(given[0]), *ask, *does, [*bound.arguments.values()], places)
+        # the kernel last: Triton 3.9 unloads the function of one that nobody holds
+        self._kept[key] = (_device(given[0]), *ask, *does, [*bound.arguments.values()], places, compiled)

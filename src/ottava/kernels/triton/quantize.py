@@ -39,6 +39,9 @@ NAME = "triton"
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
 _TILE = 128
 _AMPERE, _HOPPER, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (12, 0)
+FUSED = MappingProxyType({"enable_fp_fusion": True})
+"""Of every launch but AdamW's. Without a word Triton 3.9 warns that 3.10 will fuse no multiply-adds, which would be
+other bits; -W error makes an error of that."""
 ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
 """An activation takes registers beside those of the cast; its gradient reads three tensors."""
 
@@ -475,7 +478,7 @@ def _tile(block_rows: int) -> dict[str, Any]:
     """64 x 128 elements, or as many rows as a block has, from 32 on: 64 elements a thread share its addresses and the
     scales of its 16 columns."""
     rows = _TILE // 2 if block_rows == 1 else max(block_rows, 32)
-    return {"TR": rows, "TC": _TILE, "num_warps": rows // 16}
+    return {"TR": rows, "TC": _TILE, "num_warps": rows // 16, **FUSED}
 
 
 @functools.cache

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton.launch import Launch, Named
-from ottava.kernels.triton.quantize import NAME, UnmadeRows, filling, refuse_device
+from ottava.kernels.triton.quantize import FUSED, NAME, UnmadeRows, filling, refuse_device
 
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST_NORM = 16_384
-_TILE = MappingProxyType({"TR": 64, "TC": 128, "num_warps": 8})
-_STATISTICS = MappingProxyType({"TC": 1024, "num_warps": 4})
+TILE = MappingProxyType({"TR": 64, "TC": 128, "num_warps": 8, **FUSED})
+STATISTICS = MappingProxyType({"TC": 1024, "num_warps": 4, **FUSED})
 
 
 def make_rows(unmade: UnmadeRows) -> Tensor:
@@ -36,7 +36,7 @@ def make_rows(unmade: UnmadeRows) -> Tensor:
         sizes = m, k // 2, x.stride(0)
         _gate_gradient(_device_code(), sizes, unmade.make)((x, y, unmade.beside))
         return y
-    programs = -(-m // _TILE["TR"]) * -(-k // _TILE["TC"])
+    programs = -(-m // TILE["TR"]) * -(-k // TILE["TC"])
     named = ("rows", m), ("cols", k), ("stride_r", x.stride(0)), ("stride_c", x.stride(1))
     _rows(_device_code(), programs, (*named, *unmade.named))((x, y), unmade.extra)
     return y
@@ -131,18 +131,18 @@ def normed(
 
 @functools.lru_cache(maxsize=256)
 def _rows(device_code: Any, programs: int, named: Named) -> Launch:
-    return Launch(device_code.rows_kernel, programs, (), (), _TILE, named)
+    return Launch(device_code.rows_kernel, programs, (), (), TILE, named)
 
 
 @functools.lru_cache(maxsize=256)
 def _statistics(device_code: Any, sizes: tuple[int, ...], eps: float, make: str) -> Launch:
-    return Launch(device_code.row_statistics_kernel, sizes[0], sizes, (eps,), _STATISTICS, (("MAKE", make),))
+    return Launch(device_code.row_statistics_kernel, sizes[0], sizes, (eps,), STATISTICS, (("MAKE", make),))
 
 
 @functools.lru_cache(maxsize=256)
 def _gate_gradient(device_code: Any, sizes: tuple[int, ...], make: str) -> Launch:
-    programs = -(-sizes[0] // _TILE["TR"]) * -(-sizes[1] // _TILE["TC"])
-    return Launch(device_code.gate_gradient_kernel, programs, sizes, (), _TILE, (("MAKE", make),))
+    programs = -(-sizes[0] // TILE["TR"]) * -(-sizes[1] // TILE["TC"])
+    return Launch(device_code.gate_gradient_kernel, programs, sizes, (), TILE, (("MAKE", make),))
 
 
 def supports_norm(x: Tensor, *others: Tensor | None) -> str | None:
@@ -197,7 +197,7 @@ def norm_gradient(
 def norm_launch(make: str, cols: int) -> dict[str, Any]:
     """The compile-time parameters of `norm_kernel` and its gradient: a row in registers, 32 numbers a thread."""
     wide = max(1 << (cols - 1).bit_length(), 128)
-    return {"MAKE": make, "TC": wide, "num_warps": max(wide // 1024, 1)}
+    return {"MAKE": make, "TC": wide, "num_warps": max(wide // 1024, 1), **FUSED}
 
 
 def _device_code() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ottava.kernels.gate import address, launched
 from ottava.kernels.triton.launch import Launch
-from ottava.kernels.triton.quantize import NAME, refuse_device
+from ottava.kernels.triton.quantize import FUSED, NAME, refuse_device
 from ottava.numerics.tensor import QuantizationSpec
 
 LAUNCH = MappingProxyType({"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False})
@@ -232,4 +232,4 @@ def roll_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
     # Triton's ranges have lengths of powers of two; the kernel masks the rest
     window = 1 << (spec.amax_history_len - 1).bit_length()
     constants = {"NEWEST": spec.amax_compute_algo == "most_recent", "SCALE_FORMAT": spec.scale_format, "WINDOW": window}
-    return MappingProxyType(constants | {"num_warps": max(1, min(4, window // 256))})
+    return MappingProxyType(constants | FUSED | {"num_warps": max(1, min(4, window // 256))})
