@@ -136,6 +136,21 @@ def test_every_call_is_one_step_with_the_bits_of_eager_code(recipe: str) -> None
     assert not any(loss.requires_grad for loss in got)
 
 
+def test_the_last_warm_up_finds_scales_where_the_capture_does() -> None:
+    """Also where it is the first: at another alignment Triton would have to compile a kernel in the capture."""
+    model, seen = network("delayed"), list[list[int]]()
+    inner = training(model, sgd(model))
+
+    def train(x: Tensor) -> Tensor:
+        seen.append([door.scale.data_ptr() for door in doors(model).values() if door.spec])
+        return inner(x)
+
+    step = GraphedStep(train, (noise(0),), Tape(model), 1)
+    step(noise(0))
+    step(noise(1))
+    assert seen[0] == seen[1]
+
+
 def test_boundaries_of_replays_are_counted_and_their_amaxes_told() -> None:
     """Python does not run in a replay; what asks once a step gets each step's amaxes."""
     model, step, _ = taped("delayed")

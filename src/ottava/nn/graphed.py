@@ -83,6 +83,10 @@ class GraphedStep:
         for own, given in zip(self._static, args, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(given, non_blocking=True)
+        if self.calls == self._warmup:
+            # Triton compiles a kernel for each alignment: the scales lie now where the capture will find them
+            for state in living_states():
+                _pack(state)
         if self.calls <= self._warmup:
             return _detached(self._capture.warm_up(self._work), clone=False)
         if not self.captured:
