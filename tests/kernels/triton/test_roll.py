@@ -126,7 +126,7 @@ def test_memory_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals_say_why() -> None:
-    """Device, function of the window, length, place."""
+    """Device, function of the window, length, place, and a tensor without memory, as planners of memory make them."""
     ask = triton_step.supports_roll
     lanes, history = torch.zeros(4, 2), torch.zeros(2, 4)
     assert ask(DELAYED, history, lanes) == "triton: runs on cuda; got cpu"
@@ -136,6 +136,7 @@ def test_refusals_say_why() -> None:
         assert ask(mine, there, there) == "triton: takes the largest amax or the last one; got a function of the window"
         assert ask(DELAYED, wide, there) == "triton: takes windows of up to 4096 steps; got 5000"
         assert "triton: the amaxes are on cpu and the windows on cuda" in str(ask(DELAYED, there, torch.zeros(4, 2)))
+        assert "triton: takes plain tensors; got a FakeTensor" in str(ask(DELAYED, there, there))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")

@@ -192,7 +192,7 @@ def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str
         return f"{NAME}: takes windows of up to {_LONGEST} steps; got {history.shape[1]}"
     if lanes.device != history.device:
         return f"{NAME}: the amaxes are on {lanes.device} and the windows on {history.device}"
-    return refuse_device(history.device)
+    return refuse_device(history.device, history, lanes)
 
 
 def roll(
