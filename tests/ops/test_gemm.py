@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ottava
 from kernels.operands import Float64Gemm, Pair, raw
 from kernels.operands import quantized as cast
-from ottava.kernels import reference, scaled_mm
+from ottava.kernels import gate, reference, scaled_mm
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.formats import E2M1, E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.numerics.transforms import Mean
 from ottava.ops import dispatch
+from ottava.ops import gemm as gemms
 from ottava.ops.gemm import GemmRecord, explain, gemm, rests, whole
 from ottava.ops.quantize import quantize
 from sweep import sweep
@@ -32,6 +33,18 @@ def operands(pair: Pair, m: int = 5, n: int = 7, k: int = 300) -> tuple[Quantize
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_kept_at_low_addresses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may hand them out; at address 0 there is no memory, and no plan is kept."""
+    for home in (gate, gemms):
+        monkeypatch.setattr(home, "LOWEST", 1 << 62)
+    layer = ottava.nn.Linear(16, 16, recipe="tensorwise", dtype=torch.bfloat16)
+    layer(torch.ones(16, 16).bfloat16())
+    kept = dict(layer.plans)
+    layer(torch.ones(16, 16).bfloat16())
+    layer(torch.ones(0, 16).bfloat16())
+    assert layer.plans == kept != {}
 
 
 @sweep

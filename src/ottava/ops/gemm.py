@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ottava.base.errors import need_type
 from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
-from ottava.kernels.gate import LOWEST, PLAIN, address, custom_operator, no_autocast
+from ottava.kernels.gate import LOWEST, PLAIN, address, custom_operator, no_autocast, refusal
 from ottava.kernels.reference import block_columns
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator, lost_share
 from ottava.numerics.formats import dtype_name
@@ -220,7 +220,8 @@ def multiply(
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
         # the gate's look at all tensors at once; of what has no address no plan is kept
-        plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
+        low = min(map(address, held)) if set(map(type, held)) <= _PLAIN else 0
+        plain = low > LOWEST or (low > 0 and refusal(*held) is None)
         added = None if bias is None else bias.dtype
         # specs by `id`: hashing two of them takes longer than the rest of this function, and a kept plan keeps them
         # alive

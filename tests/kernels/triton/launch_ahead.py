@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from ottava.kernels import gate
+from ottava.kernels.triton import launch as launches
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton import rows as triton_rows
 from ottava.kernels.triton import step as triton_step
@@ -116,6 +118,9 @@ fake.device = 3  # another current device
 assert takes_own_way()
 fake.device = -1
 assert not takes_own_way()
+for lowest in (1 << 62, gate.LOWEST):  # as if a driver handed out low addresses
+    gate.LOWEST = launches.LOWEST = lowest
+    assert not takes_own_way()
 
 
 def hook(metadata: object) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.kernels.gate import LOWEST, PLAIN, address, launched
+from ottava.kernels.gate import LOWEST, PLAIN, address, launched, refusal
 
 _past: Callable[[int], int] = (16).__rmod__
 """Bytes past a multiple of 16: where it is none, Triton compiles another kernel."""
@@ -76,7 +76,8 @@ class Launch:
             device, current, stream, runtime, run, function, metadata, values, places, _ = kept
             if (
                 device is not None
-                and min(pointers) > LOWEST  # a tensor without memory has an address near 0
+                # a tensor without memory has an address near 0; a driver may hand out low ones, too
+                and (min(pointers) > LOWEST or (0 not in pointers and refusal(*given) is None))
                 and current() == device  # a compiled function belongs to the context of one device
                 and True not in map(_negated, given)  # a lazy minus is not in the memory
                 # no profiler listens: a chain holds its listeners, and in its place may stand None or one function
