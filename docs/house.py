@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "modules behind ottava export": (40, 60),
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
-        "test lines": (77_235, 46_000),
+        "test lines": (77_250, 46_000),
         "benchmark lines": (4_870, 4_000),
     }
 )

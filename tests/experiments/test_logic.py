@@ -67,22 +67,6 @@ class Hidden(nn.Module):
         return self.head((x * (torch.rand(x.shape[:2]) < 0.6)[..., None]).sum(1))
 
 
-class Tags(nn.Module):
-    """A causal encoder; its places are numbered along the sequence, or by mistake down the batch."""
-
-    def __init__(self, down: bool, first: bool) -> None:
-        super().__init__()
-        self.token, self.place, self.down, self.first = nn.Embedding(16, 8), nn.Embedding(12, 8), down, first
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=first)
-        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows, columns = (self.place(torch.arange(n)) for n in ids.shape)
-        where = rows[:, None] if self.down == self.first else columns[None]
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[int(self.first)])
-        return self.body(self.token(ids) + where, mask=mask)
-
-
 def tried(model: nn.Module, *inputs: Tensor, **others: Tensor) -> dict[str, bool | None]:
     recorder = Recorder([model])
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -109,8 +93,6 @@ def test_what_an_output_depends_on_is_tried() -> None:
         (nn.Linear(8, 3), bags[:, 0], (None, None)),
         (Bags(0), torch.randn(8, 8, 8), (None, None)),
         (nn.LSTM(8, 8), torch.randn(12, 5, 8), (None, None)),
-        *((Tags(down, first), torch.randint(16, shape), (False, False) if first else (False, None))
-          for down in (False, True) for first in (False, True) for shape in ((8, 12), (12, 12))),
     ):  # fmt: skip
         found = tried(model, x)
         assert tuple(found[kind] for kind in kinds) == wanted, (model, found)
