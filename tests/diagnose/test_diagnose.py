@@ -712,7 +712,7 @@ def test_a_state_in_fp8_that_takes_its_changes_not_along_is_guilty(tmp_path: Pat
         if part == "guilty":
             assert answer.findings[0].title == "FP8 casts hurt the updates: the cast at ema.py:9"
             assert (
-                "In 2 of 3 trials what the cast at ema.py:9 keeps from step to step takes at most 15 %"
+                "In 2 of 3 trials what the cast at ema.py:9 keeps from step to step moves by at most 15 %"
                 in answer.sentence
             )
             assert answer.findings[0].remedies[0]["name"] == "stored"

@@ -42,6 +42,7 @@ _LINES = 3  # of a script, under which a library calls
 _GRADIENTS = 48  # parameters
 _SHOWN = 24  # numbers of a row
 _KEPT = 64  # conversions
+_ROUNDS = 0.1  # of the numbers: eight bits round by a few percent
 _WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
 """Functions of a watch through which a call of the user's goes."""
 _FACTS = frozenset(
@@ -88,6 +89,15 @@ class _Noted(NamedTuple):
     """1: in a backward; 2: a backward may come through its result."""
 
 
+class _Made(NamedTuple):
+    """Where FP8 codes came from, by samples."""
+
+    codes: Tensor
+    where: str = ""
+    numbers: Tensor | None = None
+    """What the script converted outside of a forward and a backward; None: codes of another kind."""
+
+
 class Trace(Below):
     """Notes calls from `enter` to `close`.
 
@@ -117,11 +127,13 @@ class Trace(Below):
         self._known: dict[int, tuple[weakref.ref[Tensor] | None, int, int, int]] = {}
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
         self._before = {} if before is None else before._known
-        self._of_codes: dict[int, Tensor] = {}
-        """Entry -> a sample of the FP8 codes that it was made from."""
+        self._of_codes: dict[int, _Made] = {}
+        """Entry -> the FP8 codes that it was made from."""
         self._before_codes = {} if before is None else before._of_codes
+        self._firsts: dict[tuple[Any, ...], Tensor] = {}
+        """Address and shape -> a sample of a tensor's numbers before the step first changes them."""
         self._kept: list[tuple[str, Tensor, Tensor, Tensor]] = []
-        """Place of a conversion, samples of the codes that its numbers came from, of these numbers and of its codes."""
+        """Place of a conversion, and samples of what was kept before, of what it is to be, and of what it is then."""
         self._room = MOST
 
     def more(self) -> None:
@@ -175,6 +187,8 @@ class Trace(Below):
         sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
         read = given[int(name == "copy_") : 8]  # a copy leaves nothing of what was there
         codes = next((codes for x in read if (codes := self._codes_of(x)) is not None), None)
+        if writes and given and torch._C._len_torch_dispatch_stack() == 0:
+            self._note_write(name, given)
         arguments = [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
 
         def end_call(result: Any) -> None:
@@ -185,12 +199,13 @@ class Trace(Below):
             elif name not in _FACTS:
                 number = isinstance(result, (bool, int, float))
                 made = [] if number else [*_tensors(result)]
-                self._note_conversion(name, made, args, place, module)
+                converted = self._note_conversion(name, made, args, place, module)
                 set_of = getattr(getattr(func, "__self__", None), "__name__", "")
                 said = f"set {set_of}".strip() if name == "__set__" else name
                 made = given[:1] if name == "__setitem__" else made
                 if given or made:
-                    self._add(said, place, module, arguments, made or ([result] if number else ()), sources, codes)
+                    made = made or ([result] if number else ())
+                    self._add(said, place, module, arguments, made, sources, converted or codes)
 
         return end_call
 
@@ -242,7 +257,7 @@ class Trace(Below):
         arguments: list[str],
         made: Sequence[Any],
         sources: Sequence[int] = (),
-        codes: Tensor | None = None,
+        codes: _Made | None = None,
     ) -> None:
         if len(self._calls) >= self._room:
             self.full = True
@@ -257,15 +272,14 @@ class Trace(Below):
                 self._known[id(x)] = kept, _version(x), now, first
         with torch._C.DisableTorchFunction():
             kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
-            made_codes = next((x for x in made if isinstance(x, Tensor) and x.dtype in NARROW and x.numel()), None)
-            codes = codes if made_codes is None else _sample(made_codes)
-            if codes is not None:
-                self._of_codes[len(self._calls)] = codes
+            found = next((x for x in made if isinstance(x, Tensor) and x.dtype in NARROW and x.numel()), None)
+            if codes is not None or found is not None:
+                self._of_codes[len(self._calls)] = codes or _Made(_sample(found))
         kind += torch._C._current_graph_task_id() != -1
         self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
 
-    def _codes_of(self, x: Tensor) -> Tensor | None:
-        """A sample of the FP8 codes that x was made from, in this step or in the one before."""
+    def _codes_of(self, x: Tensor) -> _Made | None:
+        """The FP8 codes that x was made from, in this step or in the one before."""
         for known, of_codes in ((self._known, self._of_codes), (self._before, self._before_codes)):
             if (one := known.get(id(x))) is not None:
                 return of_codes.get(one[2]) if _is(one[0], x) and one[1] == _version(x) else None
@@ -287,40 +301,61 @@ class Trace(Below):
         if narrow and (found := self._where(frame)) is not None:
             self._note_conversion(name, made, args, *found[:2])
 
-    def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
-        with torch._C.DisableTorchFunction():
+    def _note_write(self, name: str, given: Sequence[Tensor]) -> None:
+        """Something is to be written over: numbers that were made from codes may take the place of those before."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            key = (given[0].data_ptr(), *given[0].shape)
+            if name != "copy_":
+                if key not in self._firsts and len(self._firsts) < _KEPT and given[0].numel():
+                    self._firsts[key] = _sample(given[0])
+                return
+            made = self._codes_of(given[1]) if len(given) > 1 else None
+            if made is None or made.numbers is None or given[0].shape != given[1].shape or len(self._kept) >= _KEPT:
+                return
+            old, new = self._firsts.get(key), _sample(given[1])
+            old = _sample(given[0]) if old is None else old
+            if len(new) == len(made.codes):  # as the script decodes them; a sum over ranks is no decoding
+                rounded = made.numbers.float() / made.codes.float()
+                rounded = rounded.where((rounded - 1).abs() < _ROUNDS, math.nan)
+                self._kept.append((made.where, old, new * rounded, new))
+
+    def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> _Made | None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             codes = next((x for x in made if x.dtype in NARROW), None)
             # in a copy the codes are what is written to
             source = next((x for x in args[int(name == "copy_") :] if isinstance(x, Tensor)), None)
             if codes is None or source is None or source.dtype in NARROW:
-                return
-        where = f"{Path(place[0].co_filename).name}:{place[1]}"
-        if module is not None or self._inside() or torch._C._current_graph_task_id() != -1:
-            if not any(name in place[0].co_filename for name in LIBRARIES):
-                self.model = self.model or where
-        else:
+                return None
+            where = f"{Path(place[0].co_filename).name}:{place[1]}"
+            if module is not None or self._inside() or torch._C._current_graph_task_id() != -1:
+                if not any(name in place[0].co_filename for name in LIBRARIES):
+                    self.model = self.model or where
+                return None
             self.outside = self.outside or where
+            plain = source.is_floating_point() and source.shape == codes.shape  # bytes are read as codes, too
+            if torch._C._len_torch_dispatch_stack() or not plain or not codes.numel():
+                return None
+            found = _Made(_sample(codes), where, _sample(source))
             if (old := self._codes_of(source)) is not None and len(self._kept) < _KEPT:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self._kept.append((where, old, _sample(source), _sample(codes)))
+                self._kept.append((where, old.codes, _sample(source), found.codes))
+            return found
 
     def kept(self) -> dict[str, float]:
         """Of what the script keeps in FP8 from step to step, as weights without masters, averages or moments: place of
-        the conversion -> the share of its changes that the new codes take along.
+        the conversion -> how far it moves, over the change that it should take along.
 
-        A change below half a step of the format is rounded away. Numbers and codes are compared as they meet the
-        format, so no scale has a part in it.
+        A change below half a step of the format is rounded away. Random rounding moves it further than the change.
         """
         sums: dict[str, list[float]] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for where, *samples in self._kept:
                 old, now, new = (x.cpu().float().double().flatten() for x in samples)
                 if old.shape == now.shape == new.shape:
-                    change, sides = now - old, sums.setdefault(where, [0.0, 0.0])
-                    sides[0] += float(change @ (new - old))
-                    sides[1] += float(change @ change)
-        known = {where: pair for where, pair in sums.items() if pair[1] > 0 and math.isfinite(sum(pair))}
-        return {where: float(f"{carried / change:.3g}") for where, (carried, change) in known.items()}
+                    known, sides = now.isfinite(), sums.setdefault(where, [0.0, 0.0])
+                    for i, side in enumerate((new - old, now - old)):
+                        sides[i] += float(side[known].square().sum())
+        known_places = {where: pair for where, pair in sums.items() if pair[1] > 0 and math.isfinite(sum(pair))}
+        return {where: float(f"{math.sqrt(moved / change):.3g}") for where, (moved, change) in known_places.items()}
 
     # --- where ----------------------------------------------------------------------------------------------------
 
