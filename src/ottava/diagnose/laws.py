@@ -361,7 +361,9 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
     parts = [(e, part) for e in tried for part in ("tenth", "thousandth") if overshoots(e, part)]
     # step 1 is never tried, so where it made the event step 2 speaks for it
-    made = [one for one in parts if 0 < max(event.step, 3) - one[0]["step"] <= _SOON]
+    # the step behind the event speaks where nothing is learned up to the end
+    learned = bool(facts.loss.smooth[-1] < facts.loss.first - facts.loss.rise)
+    made = [one for one in parts if learned <= max(event.step, 3) - one[0]["step"] <= _SOON]
     made = [one for one in made if one[0]["loss_after"] - one[0]["loss"] > facts.loss.rise]
     asked = [e for e in tried if e.get("why") != OVERSHOOTS]
     often = [(e, part) for e, part in parts if e in asked]
