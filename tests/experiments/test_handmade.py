@@ -115,8 +115,7 @@ def test_our_own_casts_are_no_conversions_of_the_script() -> None:
 
 
 def test_a_state_in_codes_is_held_against_the_change_that_it_should_take_along() -> None:
-    """An average moves by 3 % of the way to its weights, in codes or decoded; a copy of a master, made anew, keeps
-    nothing; random rounding moves further."""
+    """An average, in codes or decoded, moves by 3 % of the way to its weights; random rounding moves further."""
     torch.manual_seed(0)
     weight, noise = torch.randn(32, 32), torch.rand(32, 32)
 
@@ -132,8 +131,6 @@ def test_a_state_in_codes_is_held_against_the_change_that_it_should_take_along()
                 to_codes(codes.float() / 8 * 0.97 + 0.03 * (weight + 0.2))
             elif kind == "at random":
                 to_codes(codes.float() / 8 * (1.0 + 0.12 * (noise - 0.5)) + 1e-3)
-            elif kind == "leaps":
-                to_codes(codes.float() / 8 * 0.2 + 0.8 * weight.flip(0))
             elif kind == "decoded":
                 held.lerp_(weight + 0.2, 0.03)
                 held.copy_(to_codes(held).float() / 8)
@@ -145,7 +142,7 @@ def test_a_state_in_codes_is_held_against_the_change_that_it_should_take_along()
         return max(trace.kept().values(), default=9.0)
 
     assert max(told("average"), told("decoded")) < 0.5
-    assert min(told("leaps"), told("at random"), told("master")) > 0.8
+    assert min(told("at random"), told("master")) > 0.8
 
 
 def test_numbers_go_along_with_codes() -> None:

@@ -204,8 +204,8 @@ class Trace(Below):
                 said = f"set {set_of}".strip() if name == "__set__" else name
                 made = given[:1] if name == "__setitem__" else made
                 if given or made:
-                    made = made or ([result] if number else ())
-                    self._add(said, place, module, arguments, made, sources, converted or codes)
+                    values = made or ([result] if number else ())
+                    self._add(said, place, module, arguments, values, sources, converted or codes)
 
         return end_call
 
@@ -272,9 +272,9 @@ class Trace(Below):
                 self._known[id(x)] = kept, _version(x), now, first
         with torch._C.DisableTorchFunction():
             kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
-            found = next((x for x in made if isinstance(x, Tensor) and x.dtype in NARROW and x.numel()), None)
-            if codes is not None or found is not None:
-                self._of_codes[len(self._calls)] = codes or _Made(_sample(found))
+            narrow = (x for x in made if isinstance(x, Tensor) and x.dtype in NARROW and not _hidden(x))
+            if (codes := codes or next((_Made(_sample(x)) for x in narrow), None)) is not None:
+                self._of_codes[len(self._calls)] = codes
         kind += torch._C._current_graph_task_id() != -1
         self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
 
@@ -304,9 +304,11 @@ class Trace(Below):
     def _note_write(self, name: str, given: Sequence[Tensor]) -> None:
         """Something is to be written over: numbers that were made from codes may take the place of those before."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            if any(map(_hidden, given[:2])):
+                return
             key = (given[0].data_ptr(), *given[0].shape)
             if name != "copy_":
-                if key not in self._firsts and len(self._firsts) < _KEPT and given[0].numel():
+                if key not in self._firsts and len(self._firsts) < _KEPT:
                     self._firsts[key] = _sample(given[0])
                 return
             made = self._codes_of(given[1]) if len(given) > 1 else None
@@ -333,7 +335,7 @@ class Trace(Below):
                 return None
             self.outside = self.outside or where
             plain = source.is_floating_point() and source.shape == codes.shape  # bytes are read as codes, too
-            if torch._C._len_torch_dispatch_stack() or not plain or not codes.numel():
+            if torch._C._len_torch_dispatch_stack() or not plain or _hidden(source) or _hidden(codes):
                 return None
             found = _Made(_sample(codes), where, _sample(source))
             if (old := self._codes_of(source)) is not None and len(self._kept) < _KEPT:
@@ -504,10 +506,7 @@ def fingerprint(x: Any) -> Any:
         return x if not isinstance(x, float) or math.isfinite(x) else str(x)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         label = _label(x)
-        hidden = type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.layout != torch.strided
-        if hidden or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_quantized or not x.numel():
-            return [label]
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _hidden(x):
             return [label]
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
@@ -515,6 +514,14 @@ def fingerprint(x: Any) -> Any:
         else:
             sample = _sample(x)
         return _read((label, sample)) if sample.device.type == "cpu" else (label, sample.clone())
+
+
+def _hidden(x: Tensor) -> bool:
+    """Whether a tensor has no numbers that can be read now."""
+    hidden = type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.layout != torch.strided
+    if hidden or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_quantized or not x.numel():
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _empty(x: Any) -> Any:
