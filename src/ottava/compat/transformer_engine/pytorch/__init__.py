@@ -54,7 +54,7 @@ _PLACES = MappingProxyType(
 )
 
 
-_MORE = ("gemms", "gradients", "inference", "rope", "state")
+_MORE = ("gemms", "inference", "megatron", "rope", "state")
 """Modules of ours without public names."""
 
 
