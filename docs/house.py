@@ -31,7 +31,7 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (88_610, 48_000),
+        "Python lines in src": (88_620, 48_000),
         "files": (290, 200),
         "modules in the root": (3, 6),
         "longest import chain": (27, 22),
