@@ -53,7 +53,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
 def compiled(config: Config, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, described: bool) -> Any:
     """As it is launched for sizes that are multiples of 16, with a bias; described: y is written by TMA."""
     launch = dict(gemm_launch(a, b, True, described, config))
-    options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     kinds = {"bias_ptr": "*bf16", "scale_a_ptr": "*fp32", "scale_b_ptr": "*fp32"}
     for name, x, rows in (("a_desc", a, config.rows), ("b_desc", b, config.cols)):
         kinds[name] = f"tensordesc<{FORMATS[x.spec.format]}[{rows},{launch['BK']}]>"
